@@ -1,0 +1,24 @@
+"""Vision data parallelism and Ulysses sequence parallelism for Hugging Face vision-language models.
+
+Importing this package registers the strategy, so that ``Trainer(strategy="ulysses_vdp")`` finds it.
+"""
+
+from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
+from lightning_vdp.header import StepError
+from lightning_vdp.registration import register
+from lightning_vdp.sequence.shards import SequenceShard, gather_sequence, sequence_mean, shard_sequence
+from lightning_vdp.strategy import UlyssesVisionDPStrategy
+
+__all__ = [
+    "SequenceShard",
+    "StepError",
+    "UlyssesVisionDPPrecision",
+    "UlyssesVisionDPStrategy",
+    "gather_sequence",
+    "sequence_mean",
+    "shard_sequence",
+]
+
+__version__ = "0.1.0.dev0"
+
+register()

@@ -1,0 +1,145 @@
+"""What one forward needs to know about itself: it travels with the call's arguments and is stored nowhere else."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vdp.header import PendingHeaders
+from lightning_vdp.mesh import SequenceMesh
+from lightning_vdp.models import Family, Modality
+from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
+
+if TYPE_CHECKING:
+    from lightning_vdp.vision.units import UnitPlan
+
+__all__ = ["CALL", "ForwardCall", "Settings", "host_copy", "keep_host_copies", "known_host_copy"]
+
+CALL = "vdp_call"
+"""Keyword argument that carries a `ForwardCall`; None in forwards that are not divided."""
+
+_HOST_COPY = "_vdp_host_copy"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the strategy divides, as its arguments say; see `UlyssesVisionDPStrategy`."""
+
+    vision_data_parallel: bool = True
+    vision_assignment: Literal["balanced", "contiguous"] = "balanced"
+    vision_balance: Literal["time", "memory"] = "time"
+    vision_exchange: Literal["gather"] = "gather"
+    logits: Literal["shard", "whole"] = "shard"
+    loss_tokens: Literal["replica", "global"] = "replica"
+
+
+class ForwardCall:
+    """One divided forward of one model.
+
+    Not a dataclass, so that wrappers which rebuild dataclasses among a module's arguments pass it on as it is.
+
+    Args:
+        mesh: The ranks.
+        settings: How to divide.
+        family: Facts about the model.
+        length: Positions of the whole sequence.
+        plans: The plan of each modality in this rank's batch, by name.
+        headers: Those of the world, under way.
+        device: Where the batch is.
+    """
+
+    __slots__ = (
+        "_cut",
+        "_pending",
+        "attended",
+        "base",
+        "device",
+        "family",
+        "headers",
+        "loose_ends",
+        "mesh",
+        "plans",
+        "settings",
+        "shard",
+    )
+
+    def __init__(
+        self,
+        mesh: SequenceMesh,
+        settings: Settings,
+        family: Family,
+        length: int,
+        plans: Mapping[str, "UnitPlan"],
+        headers: PendingHeaders,
+        device: torch.device,
+    ) -> None:
+        self.mesh = mesh
+        self.settings = settings
+        self.family = family
+        self.shard = SequenceShard(length, mesh.sequence_group)
+        self.plans = plans
+        self.headers = headers
+        self.device = device
+        self.base: nn.Module | None = None
+        self.attended: dict[int, int] = {}
+        self.loose_ends: list[Tensor] = []
+        self._pending: list[Modality] | None = None
+        self._cut: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    @property
+    def pending(self) -> list[Modality]:
+        """Modalities whose tower some rank of the world runs and this rank has not run yet, in order."""
+        if self._pending is None:
+            running = {index for header in self.headers.wait() for index in header["modalities"]}
+            self._pending = [modality for index, modality in enumerate(self.family.modalities) if index in running]
+        return self._pending
+
+    def cut_once(self, whole: Tensor, dim: int) -> Tensor:
+        """Cuts a tensor that all layers share (rotary tables) the first time a layer asks."""
+        known = self._cut.get(id(whole))
+        if known is None or known[0]() is not whole:
+            known = (weakref.ref(whole), shard_sequence(whole, self.shard, dim))
+            self._cut[id(whole)] = known
+        return known[1]
+
+
+def keep_host_copies(batch: Any, moved: Any, names: frozenset[str]) -> None:
+    """Remembers, on tensors that were moved to a device, the host tensor each came from.
+
+    Planning reads sizes from there without a device sync. A tensor that lost its host copy on the way costs one sync.
+
+    Args:
+        batch: The batch before the move.
+        moved: The batch after the move, of the same structure as far as it matters.
+        names: Keys of the mappings whose tensors are remembered.
+    """
+    if isinstance(batch, Mapping) and isinstance(moved, Mapping):
+        for name, value in batch.items():
+            if name not in moved:
+                continue
+            target = moved[name]
+            if name in names and isinstance(value, Tensor) and isinstance(target, Tensor):
+                if target is not value and value.device.type == "cpu":
+                    setattr(target, _HOST_COPY, value)
+            else:
+                keep_host_copies(value, target, names)
+    elif isinstance(batch, (list, tuple)) and isinstance(moved, (list, tuple)):
+        for value, target in zip(batch, moved):
+            keep_host_copies(value, target, names)
+
+
+def known_host_copy(tensor: Tensor) -> Tensor | None:
+    """Returns the tensor on the host if it is there already, without a device sync."""
+    if tensor.device.type == "cpu":
+        return tensor
+    known = getattr(tensor, _HOST_COPY, None)
+    return known if isinstance(known, Tensor) and known.shape == tensor.shape else None
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Returns the tensor on the host: the remembered copy, or a new one at the price of a device sync."""
+    known = known_host_copy(tensor)
+    return tensor.to(torch.device("cpu")) if known is None else known

@@ -1,0 +1,1 @@
+"""Wrapping modules with FSDP, and what Lightning lacks around it."""

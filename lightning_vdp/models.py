@@ -1,0 +1,174 @@
+"""Where a model keeps its tower, decoder and head. Facts about families are data here, not branches elsewhere."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+__all__ = ["FAMILIES", "Family", "Modality", "VisionLanguageModel", "find_models", "is_block", "query_heads", "unwrap"]
+
+
+@dataclass(frozen=True)
+class Modality:
+    """One kind of vision input and the names under which transformers knows it.
+
+    Args:
+        name: What messages call it.
+        pixels: Forward argument with the packed patches, shape ``[patches, patch_size]``.
+        grid: Forward argument with ``(time, height, width)`` in patches of each unit, shape ``[units, 3]``.
+        features: Method of the base model that runs the tower and the projector.
+        token_id: Attribute of the config with the id of the placeholder token.
+    """
+
+    name: str
+    pixels: str
+    grid: str
+    features: str
+    token_id: str
+
+
+IMAGE = Modality("image", "pixel_values", "image_grid_thw", "get_image_features", "image_token_id")
+VIDEO = Modality("video", "pixel_values_videos", "video_grid_thw", "get_video_features", "video_token_id")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between model types that share one way of being divided.
+
+    Args:
+        modalities: Kinds of vision input in the order in which the model's forward runs them.
+        tower: Child of the base model that encodes patches.
+        decoder: Child of the base model that holds the language model's layers.
+        base: Child of the model with a head that is the base model.
+        needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
+    """
+
+    modalities: tuple[Modality, ...] = (IMAGE, VIDEO)
+    tower: str = "visual"
+    decoder: str = "language_model"
+    base: str = "model"
+    needs_token_types: bool = True
+
+
+_QWEN_VL = Family()
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
+}
+"""Families by the `model_type` of their config."""
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Returns the module inside FSDP's and activation checkpointing's wrappers."""
+    while True:
+        inner = getattr(module, "_fsdp_wrapped_module", None) or getattr(module, "_checkpoint_wrapped_module", None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether gradient checkpointing knows the module: a decoder layer or a block of the vision tower."""
+    return isinstance(unwrap(module), GradientCheckpointingLayer)
+
+
+@dataclass(frozen=True)
+class VisionLanguageModel:
+    """The parts of one model. A model used without its head has `head` None.
+
+    Args:
+        name: Where the model hangs in the LightningModule.
+        family: Facts about its model type.
+        head: The model with the language model head.
+        base: The model that merges features into embeddings.
+        decoder: The language model's stack of layers.
+    """
+
+    name: str
+    family: Family
+    head: PreTrainedModel | None
+    base: PreTrainedModel
+    decoder: PreTrainedModel
+
+    @property
+    def entries(self) -> tuple[PreTrainedModel, ...]:
+        """The modules whose forward may be a user's call, outermost first."""
+        return (self.base,) if self.head is None else (self.head, self.base)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers without wrappers."""
+        return [unwrap(layer) for layer in self.decoder.layers]
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads of the decoder."""
+        return int(self.base.config.get_text_config().num_attention_heads)
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    child = module._modules.get(name)
+    return None if child is None else unwrap(child)
+
+
+def _pretrained(module: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    for name, child in module.named_modules():
+        if isinstance(child, PreTrainedModel):
+            for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+                name = name.replace(f".{wrapper}", "").replace(f"{wrapper}.", "")
+            yield name, child
+
+
+def find_models(module: nn.Module) -> list[VisionLanguageModel]:
+    """Finds every supported vision-language model inside a module, wherever it hangs.
+
+    Raises:
+        ValueError: If there is none; the message says what was looked for and what was found instead.
+    """
+    pretrained = list(_pretrained(module))
+    models = []
+    for name, base in pretrained:
+        family = FAMILIES.get(base.config.model_type)
+        if family is None or _child(base, family.tower) is None:
+            continue
+        decoder = _child(base, family.decoder)
+        if not isinstance(decoder, PreTrainedModel) or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise ValueError(
+                f"{type(base).__name__} at '{name}' has no decoder: expected a child `{family.decoder}` with `layers`, "
+                f"found {type(decoder).__name__}. Build the whole model before the strategy sets it up."
+            )
+        head = next((parent for _, parent in pretrained if _child(parent, family.base) is base), None)
+        models.append(VisionLanguageModel(name, family, head, base, decoder))
+    if not models:
+        found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
+        raise ValueError(
+            f"No supported vision-language model in {type(module).__name__}: looked in all its submodules for a Hugging "
+            f"Face model with a vision tower and a decoder, of model_type {', '.join(FAMILIES)}; found "
+            f"{', '.join(found) if found else 'no Hugging Face model at all'}. Make the model an attribute of the "
+            "LightningModule in `__init__` or `configure_model`, or train other models with strategy='fsdp'."
+        )
+    return models
+
+
+def query_heads(module: nn.Module) -> list[int]:
+    """Query head counts of the supported models inside a module; empty if there is none (yet)."""
+    heads = []
+    for _, model in _pretrained(module):
+        family = FAMILIES.get(model.config.model_type)
+        if family is not None and _child(model, family.tower) is not None:
+            heads.append(int(model.config.get_text_config().num_attention_heads))
+    return heads
+
+
+def patch_width(tower: nn.Module) -> int:
+    """Number of values of one packed patch of a tower with a patch embedding of type convolution."""
+    projection: Any = unwrap(tower.get_submodule("patch_embed")).get_submodule("proj")
+    width = projection.in_channels
+    for size in projection.kernel_size:
+        width *= size
+    return int(width)

@@ -1,0 +1,1 @@
+"""Ulysses: dividing the language model's sequence over the ranks of a sequence group."""

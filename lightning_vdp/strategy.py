@@ -1,0 +1,342 @@
+"""`UlyssesVisionDPStrategy`: what the Trainer calls. It orchestrates and computes nothing itself."""
+
+import os
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vdp.call import Settings, keep_host_copies
+from lightning_vdp.divide import Division, divide_models
+from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
+from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
+from lightning_vdp.fsdp.wrap import known_root, wrap
+from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
+from lightning_vdp.models import FAMILIES, find_models, query_heads
+
+__all__ = ["UlyssesVisionDPStrategy"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HOST_COPIES = frozenset(
+    {"input_ids", "labels", *(modality.grid for family in FAMILIES.values() for modality in family.modalities)}
+)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
+
+
+class UlyssesVisionDPStrategy(FSDPStrategy):
+    """Trains Hugging Face vision-language models with images and sequence divided over groups of ranks.
+
+    Consecutive ranks form sequence groups that work on one batch together: each rank runs the vision tower on its share
+    of the images (Vision DP), and holds its share of the language model's sequence (Ulysses attention). Weights,
+    gradients and optimizer states are divided over all ranks by FSDP. The gradient equals that of one process per
+    group, to rounding.
+
+    Args:
+        sequence_parallel_size: Ranks of a sequence group, S. "auto" takes the devices of one node, or the largest size
+            below that which divides the attention heads. 1 makes this plain FSDP.
+        data_parallel_size: Number of replicas, D; a replica is a sequence group seen as one data-parallel worker.
+            "auto": the number of processes divided by S.
+        vision_data_parallel: Whether each rank runs the tower on its share of the images. False: every rank runs it on
+            every image of its group.
+        vision_assignment: How images are given to ranks: "balanced" may permute them, "contiguous" keeps their order.
+        vision_balance: What is balanced: "time" predicts the tower's work, "memory" counts patches.
+        vision_exchange: How features get from owners to the ranks that need them: "gather" gives all ranks all of them.
+        logits: What `outputs.logits` is: "shard" of this rank, or "whole" sequence.
+        loss_tokens: How replicas with different label counts weigh within one micro-step: "replica" takes the mean over
+            replicas of their token means, as DDP does; "global" weighs every token alike.
+        fsdp_version: Version of torch's FSDP: 1.
+        **kwargs: Every argument of :class:`lightning.pytorch.strategies.FSDPStrategy`. Without an `auto_wrap_policy`,
+            each block that gradient checkpointing knows is wrapped, those of the vision tower too.
+
+    Raises:
+        ValueError: If an argument has a value that is not named here.
+    """
+
+    strategy_name = "ulysses_vdp"
+    # Lightning's list is shared by subclasses, and a name in it becomes CUDA-only
+    _registered_strategies: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        sequence_parallel_size: Size = "auto",
+        data_parallel_size: Size = "auto",
+        vision_data_parallel: bool = True,
+        vision_assignment: Literal["balanced", "contiguous"] = "balanced",
+        vision_balance: Literal["time", "memory"] = "time",
+        vision_exchange: Literal["gather"] = "gather",
+        logits: Literal["shard", "whole"] = "shard",
+        loss_tokens: Literal["replica", "global"] = "replica",
+        fsdp_version: Literal[1] = 1,
+        **kwargs: Any,
+    ) -> None:
+        _check_choice("vision_assignment", vision_assignment, ("balanced", "contiguous"))
+        _check_choice("vision_balance", vision_balance, ("time", "memory"))
+        _check_choice("vision_exchange", vision_exchange, ("gather",))
+        _check_choice("logits", logits, ("shard", "whole"))
+        _check_choice("loss_tokens", loss_tokens, ("replica", "global"))
+        _check_choice("fsdp_version", fsdp_version, (1,))
+        super().__init__(**kwargs)
+        self._requested_sizes = (sequence_parallel_size, data_parallel_size)
+        self._settings = Settings(
+            vision_data_parallel=vision_data_parallel,
+            vision_assignment=vision_assignment,
+            vision_balance=vision_balance,
+            vision_exchange=vision_exchange,
+            logits=logits,
+            loss_tokens=loss_tokens,
+        )
+        self._fsdp_mesh_sizes: tuple[int, ...] | None = None
+        self._mesh: SequenceMesh | None = None
+        self._division = Division()
+
+    # ---- sizes, ranks and groups
+
+    @property
+    def mesh(self) -> SequenceMesh:
+        """The ranks and their groups; exists from `setup_environment` on."""
+        if self._mesh is None:
+            raise RuntimeError("The process groups do not exist yet: they are made when the Trainer starts to run.")
+        return self._mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with axes "data_parallel" and "sequence_parallel"."""
+        return self.mesh.device_mesh
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """What FSDP replicates and shards over, if it is a mesh; None: it shards over the world."""
+        mesh = self.kwargs.get("device_mesh")
+        return mesh if isinstance(mesh, DeviceMesh) else None
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """One rank of each replica, this one among them: for `sync_dist_group` and torchmetrics' `process_group`."""
+        return self.mesh.data_parallel_group
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks of a sequence group, S."""
+        return self.mesh.sequence_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas, D."""
+        return self.mesh.data_parallel_size
+
+    @property
+    def sequence_parallel_rank(self) -> int:
+        """This rank's place in its sequence group."""
+        return self.mesh.sequence_parallel_rank
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.mesh.data_parallel_rank
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.root_device.type == "cpu"
+
+    # ---- the Trainer's hooks, in the order in which it calls them
+
+    @property
+    @override
+    def precision_plugin(self) -> FSDPPrecision:
+        return self._precision_plugin if self._precision_plugin is not None else UlyssesVisionDPPrecision("32-true")
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if type(precision_plugin) is FSDPPrecision:
+            precision_plugin = UlyssesVisionDPPrecision(precision_plugin.precision, precision_plugin.scaler)
+        FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        replication = self.kwargs.get("device_mesh")
+        if isinstance(replication, tuple):
+            # Lightning would make this mesh on "cuda", whatever the accelerator
+            del self.kwargs["device_mesh"]
+            self._fsdp_mesh_sizes = replication
+        super().setup_environment()
+        self._setup_mesh()
+        self._setup_fsdp_mesh()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self.device_mesh
+
+    def _setup_mesh(self) -> None:
+        if self._mesh is not None and self._mesh.world is dist.group.WORLD:
+            self._mesh.reopen()
+            return
+        sequence, data = self._requested_sizes
+        heads = query_heads(self.lightning_module) if self.lightning_module is not None else []
+        sizes = resolve_sizes(dist.get_world_size(), sequence, data, self.num_processes, heads)
+        self._mesh = SequenceMesh(self.root_device.type, *sizes, timeout=self._timeout)
+
+    def _setup_fsdp_mesh(self) -> None:
+        sizes = self._fsdp_mesh_sizes
+        if sizes is not None:
+            self._fsdp_mesh_sizes = None
+            if len(sizes) != 2 or sizes[0] * sizes[1] != self.world_size:
+                raise ValueError(
+                    f"`device_mesh` is {sizes}, but must be (replicas, shards) whose product is the {self.world_size} "
+                    "processes."
+                )
+            self._refuse_one_shard(sizes[1])
+            self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, sizes)
+        elif self.fsdp_mesh is not None:
+            self._refuse_one_shard(self.fsdp_mesh.size(-1))
+        elif self.sharding_strategy in _HYBRID and self._on_cpu:
+            raise ValueError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
+
+    def _refuse_one_shard(self, shards: int) -> None:
+        if self.sharding_strategy in _HYBRID and shards == 1:
+            raise ValueError(
+                "Hybrid sharding over a shard size of 1 does not reduce gradients in FSDP1; give `device_mesh` a second size "
+                "of 2 or more, or use sharding_strategy='NO_SHARD'."
+            )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Lightning seeds workers by rank, with which ranks of a group would draw different augmentations
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
+            vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.model is not None
+        if self.sequence_parallel_size > 1:
+            self._division = divide_models(find_models(self.model), self.mesh, self._settings)
+        super().setup(trainer)
+        if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
+            self.precision_plugin.fsdp_root = self.model
+        if trainer.state.fn == TrainerFn.FITTING and self.sequence_parallel_size > 1:
+            world, replicas, size = self.world_size, self.data_parallel_size, self.sequence_parallel_size
+            accumulate = trainer.accumulate_grad_batches
+            rank_zero_info(
+                f"{self.strategy_name}: {size} ranks share each batch; batches per optimizer step: "
+                f"{replicas * accumulate}, was {world * accumulate} under fsdp; "
+                f"accumulate_grad_batches={size * accumulate} keeps it."
+            )
+
+    @property
+    def _fsdp_arguments(self) -> dict[str, Any]:
+        return {
+            "cpu_offload": self.cpu_offload,
+            "mixed_precision": self.mixed_precision_config,
+            "sharding_strategy": self.sharding_strategy,
+            # on the CPU Lightning's index is None, with which FSDP looks for an accelerator
+            "device_id": self.root_device if self._on_cpu else self.root_device.index,
+            **self.kwargs,
+        }
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        root = known_root(model, self._fsdp_arguments)
+        if root is not None:
+            return root
+        root = wrap(model, self._fsdp_arguments)
+        # what else Lightning does to a model it finds wrapped; it would drop the policy, which other modules need
+        policy = self.kwargs.pop("auto_wrap_policy", None)
+        try:
+            return super()._setup_model(root)
+        finally:
+            if policy is not None:
+                self.kwargs["auto_wrap_policy"] = policy
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._fsdp_arguments):
+            yield
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if not self._on_cpu:
+            keep_host_copies(batch, moved, _HOST_COPIES)
+        return moved
+
+    @override
+    def teardown(self) -> None:
+        self._division.undo()
+        if self._mesh is not None:
+            self._mesh.close()
+        super().teardown()
+
+    # ---- checkpoints
+
+    def _full_state(self) -> AbstractContextManager[None] | None:
+        """What whole state dicts on the CPU need instead of Lightning's way; None if Lightning's serves."""
+        if self._state_dict_type != "full" or not self._on_cpu:
+            return None
+        assert self.model is not None
+        return full_state_on_cpu(self.model)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        context = self._full_state()
+        if context is None:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        with context:
+            return self.model.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        context = self._full_state()
+        if context is None:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        with context:
+            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
+            if self.is_global_zero:
+                state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+            return state
+
+    # ---- registration
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers "ulysses_vdp" and, with fixed sizes of a sequence group, "ulysses_vdp_sp2", "_sp4" and "_sp8"."""
+        description = "Vision DP and Ulysses sequence parallelism on FSDP"
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=description)
+        for size in (2, 4, 8):
+            name = f"{cls.strategy_name}_sp{size}"
+            if name not in strategy_registry:
+                strategy_registry.register(
+                    name, cls, description=f"{description}, {size} ranks to a batch", sequence_parallel_size=size
+                )

@@ -1,0 +1,46 @@
+"""Float64 all the way: the float32 islands of a float64 run (norms, rotary tables, softmax, loss) become float64."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["PromoteFloat32"]
+
+
+class PromoteFloat32(TorchFunctionMode):
+    """Within it, casting a float64 tensor to float32 leaves it in float64.
+
+    Models cast to float32 for accuracy, which in a float64 run is the opposite: two orders of summation then differ by
+    1e-7 and hide what a test at 1e-9 looks for. Wrap the whole fit, so that recomputation in backward is inside too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type):
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+    def _backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Runs the engine with the mode on, for recomputation; torch turns modes off around its own `backward`."""
+        seed = torch.ones_like(loss) if gradient is None else gradient
+        retain = create_graph if retain_graph is None else retain_graph
+        with self:
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,), (seed,), retain, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+            )

@@ -1,0 +1,20 @@
+"""A pytest plugin; switch it on in ``conftest.py`` with ``pytest_plugins = ["lightning_vdp.testing.plugin"]``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_vdp.testing.processes import run_ranks as _run_ranks
+
+__all__ = ["run_ranks"]
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """Runs a function in N simulated ranks: ``run_ranks(function, world_size, *args, timeout=60.0)``.
+
+    Returns what each rank returned. A rank's failure is raised with that rank's traceback; at the timeout, the error
+    names for each rank the line where it waits.
+    """
+    return _run_ranks

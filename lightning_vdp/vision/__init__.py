@@ -1,0 +1,1 @@
+"""Vision DP: dividing images over the ranks of a sequence group."""
