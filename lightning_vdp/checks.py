@@ -87,9 +87,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
         return None
     if grid is None:
         return f"`{modality.pixels}` came without `{modality.grid}`; pass what the processor returned"
-    foreign = [
-        name for name in arguments if name.startswith(f"{modality.name}_") and name != modality.grid
-    ]
+    foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name != modality.grid]
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
     merge = int(config.vision_config.spatial_merge_size)

@@ -44,7 +44,9 @@ class Division:
         """Registers a forward hook or pre-hook that sees keyword arguments."""
         self._undo.append(register(hook, with_kwargs=True, **kwargs).remove)
 
-    def method(self, instance: nn.Module, name: str, function: Callable[..., Any], attribute: str | None = None) -> None:
+    def method(
+        self, instance: nn.Module, name: str, function: Callable[..., Any], attribute: str | None = None
+    ) -> None:
         """Puts a bound method over one that the instance's class defines.
 
         Args:
@@ -67,7 +69,15 @@ class Division:
                 f"`{name}` of this {type(instance).__name__} was replaced by somebody else, so that it cannot be divided; "
                 "undo that, or set `sequence_parallel_size=1`."
             )
-        vars(instance)[attribute] = MethodType(function, instance)
+
+        own = getattr(type(instance), name)
+
+        # callers read the signature, as generation does
+        @functools.wraps(function if isinstance(own, property) else own)
+        def standing_in(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        vars(instance)[attribute] = MethodType(standing_in, instance)
         self._undo.append(functools.partial(vars(instance).pop, attribute))
 
     def dispatch_attention(self) -> None:
@@ -120,8 +130,9 @@ def _check_divisible(model: VisionLanguageModel, ranks: int) -> None:
 
 
 def _divide_model(division: Division, model: VisionLanguageModel, mesh: SequenceMesh, settings: Settings) -> None:
-    begin = functools.partial(_begin_call, mesh, settings, model.family)
     for entry in model.entries:
+        signature = inspect.signature(type(entry).forward)
+        begin = functools.partial(_begin_call, mesh, settings, model.family, signature)
         division.hook(entry.register_forward_pre_hook, begin)
     division.hook(model.base.register_forward_pre_hook, _enter_base)
     for modality in model.family.modalities:
@@ -137,15 +148,11 @@ def _divide_model(division: Division, model: VisionLanguageModel, mesh: Sequence
         division.method(model.head, "prepare_inputs_for_generation", _prepare_undivided_inputs)
 
 
-@functools.lru_cache
-def _signature(cls: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(cls.forward)
-
-
 def _begin_call(
     mesh: SequenceMesh,
     settings: Settings,
     family: Family,
+    signature: inspect.Signature,
     module: PreTrainedModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -153,7 +160,7 @@ def _begin_call(
     """Forward pre-hook of a model: starts a divided call, unless this forward is part of one or must stay whole."""
     if CALL in kwargs or not mesh.is_open:
         return None
-    bound = _signature(type(module)).bind_partial(module, *args, **kwargs).arguments
+    bound = signature.bind_partial(module, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")) or arguments.get("use_cache"):
         return args, {**kwargs, CALL: None}

@@ -116,9 +116,7 @@ class SequenceMesh:
         self.data_parallel_group: dist.ProcessGroup = self.device_mesh.get_group("data_parallel")
         self.header_group, self.header_device = self._make_header_group(device_type, timeout)
 
-    def _make_header_group(
-        self, device_type: str, timeout: timedelta | None
-    ) -> tuple[dist.ProcessGroup, torch.device]:
+    def _make_header_group(self, device_type: str, timeout: timedelta | None) -> tuple[dist.ProcessGroup, torch.device]:
         """Makes a gloo group over the world: numbers agreed on there cost no device sync."""
         group = None
         try:

@@ -103,7 +103,7 @@ class VisionLanguageModel:
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's layers without wrappers."""
-        return [unwrap(layer) for layer in self.decoder.layers]
+        return [unwrap(layer) for layer in self.decoder.get_submodule("layers").children()]
 
     @property
     def query_heads(self) -> int:

@@ -4,17 +4,17 @@ import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     strategy_name = "ulysses_vdp"
     # Lightning's list is shared by subclasses, and a name in it becomes CUDA-only
-    _registered_strategies: ClassVar[list[str]] = []
+    _registered_strategies: list[str] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @property
     @override
     def precision_plugin(self) -> FSDPPrecision:
-        return self._precision_plugin if self._precision_plugin is not None else UlyssesVisionDPPrecision("32-true")
+        return cast(FSDPPrecision, self._precision_plugin or UlyssesVisionDPPrecision("32-true"))
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if type(precision_plugin) is FSDPPrecision:
-            precision_plugin = UlyssesVisionDPPrecision(precision_plugin.precision, precision_plugin.scaler)
+            precision_plugin = UlyssesVisionDPPrecision(cast(Any, precision_plugin.precision), precision_plugin.scaler)
         FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
 
     @override

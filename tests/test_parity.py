@@ -33,9 +33,7 @@ def test_family_at_size(family: str, size: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_two_replicas_of_two_ranks(family: str) -> None:
-    assert_parity(
-        partial(make_module, family), batches(family, 2 * STEPS), world_size=4, sequence_parallel_size=2
-    )
+    assert_parity(partial(make_module, family), batches(family, 2 * STEPS), world_size=4, sequence_parallel_size=2)
 
 
 def test_one_rank_to_a_group_is_plain_fsdp() -> None:

@@ -87,9 +87,7 @@ def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceSh
     counts = [len(run) for run in heads[shard.rank]]
     received = [sum(counts) * batch * size * width for size in shard.sizes]
     flat = all_to_all(torch.cat(pieces).view(-1), sent, received, shard.group)
-    chunks = [
-        chunk.view(sum(counts), batch, size, width) for chunk, size in zip(flat.split(received), shard.sizes)
-    ]
+    chunks = [chunk.view(sum(counts), batch, size, width) for chunk, size in zip(flat.split(received), shard.sizes)]
     return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
 
 

@@ -31,7 +31,7 @@ def sharded_causal_loss(
     logits: Tensor,
     labels: Tensor,
     vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
+    num_items_in_batch: Any = None,
     ignore_index: int = IGNORED,
     shift_labels: Tensor | None = None,
     **kwargs: Any,

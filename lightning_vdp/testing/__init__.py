@@ -10,6 +10,7 @@ from lightning_vdp.testing.parity import (
     assert_parity,
     measure_parity,
     quiet_trainer,
+    whole_parameters,
 )
 from lightning_vdp.testing.processes import RankFailed, RanksTimedOut, run_ranks
 
@@ -28,4 +29,5 @@ __all__ = [
     "run_ranks",
     "tiny_batch",
     "tiny_model",
+    "whole_parameters",
 ]

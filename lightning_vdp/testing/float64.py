@@ -42,5 +42,11 @@ class PromoteFloat32(TorchFunctionMode):
         retain = create_graph if retain_graph is None else retain_graph
         with self:
             torch.autograd.Variable._execution_engine.run_backward(
-                (loss,), (seed,), retain, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+                (loss,),
+                (seed,),
+                retain,
+                create_graph,
+                tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )

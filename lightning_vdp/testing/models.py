@@ -46,7 +46,11 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "qwen2_5_vl": ("Qwen2_5_VL", {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}, {}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+        {},
+    ),
     "qwen3_vl": ("Qwen3VL", _DEEPSTACK, {}),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
@@ -122,7 +126,9 @@ def tiny_model(
 Grid = tuple[int, int, int]
 
 
-def _row(model_type: str, images: Sequence[Grid], videos: Sequence[Grid], text: int, draw: torch.Generator) -> list[int]:
+def _row(
+    model_type: str, images: Sequence[Grid], videos: Sequence[Grid], text: int, draw: torch.Generator
+) -> list[int]:
     def words(count: int) -> list[int]:
         return torch.randint(3, 100, (count,), generator=draw).tolist()
 

@@ -18,7 +18,16 @@ from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.testing.float64 import PromoteFloat32
 from lightning_vdp.testing.processes import run_ranks
 
-__all__ = ["Batches", "FitRecord", "ParityModule", "ParityReport", "assert_parity", "measure_parity", "quiet_trainer"]
+__all__ = [
+    "Batches",
+    "FitRecord",
+    "ParityModule",
+    "ParityReport",
+    "assert_parity",
+    "measure_parity",
+    "quiet_trainer",
+    "whole_parameters",
+]
 
 ModuleFactory = Callable[[], pl.LightningModule]
 
@@ -73,25 +82,30 @@ def _clean(name: str) -> str:
     return name
 
 
+@contextmanager
+def _whole(root: nn.Module, with_grads: bool = False) -> Iterator[None]:
+    if not isinstance(root, FullyShardedDataParallel):
+        yield
+        return
+    # where a rank's part has no gradient, FSDP makes one in the default dtype, whatever the others' is
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(next(root.parameters()).dtype)
+    try:
+        with FullyShardedDataParallel.summon_full_params(root, with_grads=with_grads, writeback=False):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def whole_parameters(root: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters of a module that FSDP may have divided, under their plain names; call it on all ranks."""
+    with _whole(root):
+        return {_clean(name): parameter.detach().clone() for name, parameter in root.named_parameters()}
+
+
 class _Recorder(Callback):
     def __init__(self) -> None:
         self.record = FitRecord()
-
-    @staticmethod
-    @contextmanager
-    def _whole(trainer: pl.Trainer, with_grads: bool) -> Iterator[None]:
-        root = trainer.strategy.model
-        if not isinstance(root, FullyShardedDataParallel):
-            yield
-            return
-        # where a rank's part has no gradient, FSDP makes one in the default dtype, whatever the others' is
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(next(root.parameters()).dtype)
-        try:
-            with FullyShardedDataParallel.summon_full_params(root, with_grads=with_grads, writeback=False):
-                yield
-        finally:
-            torch.set_default_dtype(default)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -104,7 +118,7 @@ class _Recorder(Callback):
         assert root is not None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.record.norms.append(float(gradient_norm(root, parameters)))
-        with self._whole(trainer, with_grads=True):
+        with _whole(root, with_grads=True):
             if trainer.is_global_zero:
                 self.record.gradients.append(
                     {
@@ -115,13 +129,10 @@ class _Recorder(Callback):
                 )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        root = trainer.strategy.model
-        assert root is not None
-        with self._whole(trainer, with_grads=False):
-            if trainer.is_global_zero:
-                self.record.parameters = {
-                    _clean(name): parameter.detach().clone() for name, parameter in root.named_parameters()
-                }
+        assert trainer.strategy.model is not None
+        parameters = whole_parameters(trainer.strategy.model)
+        if trainer.is_global_zero:
+            self.record.parameters = parameters
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:

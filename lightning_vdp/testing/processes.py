@@ -118,7 +118,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         outcomes = [_outcome(Path(folder), rank) for rank in range(world_size)]
         # the first to fail is the cause; the others usually lost their connection to it
         in_time = sorted(Path(folder).glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
-    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None and outcome[0] == "raised"}
+    failures = {
+        rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None and outcome[0] == "raised"
+    }
     if failures:
         first = next(rank for rank in (int(path.stem) for path in in_time) if rank in failures)
         raise RankFailed(

@@ -81,9 +81,7 @@ def _dummy(
 ) -> tuple[Any, list[Tensor]]:
     """Runs the smallest unit there is and keeps none of its rows: no `0 * x`, since `0 * inf` is NaN."""
     merge = int(call_base(call).config.vision_config.spatial_merge_size)
-    outputs = own(
-        pixels.new_zeros(merge * merge, pixels.shape[1]), grid.new_tensor([[1, merge, merge]]), **others
-    )
+    outputs = own(pixels.new_zeros(merge * merge, pixels.shape[1]), grid.new_tensor([[1, merge, merge]]), **others)
     return outputs, [torch.cat(list(level))[:0] for level in _levels(outputs)]
 
 
@@ -102,7 +100,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
         call: The forward.
         before: Stop in front of this modality. Default: run all that are left.
     """
-    while call.pending and call.pending[0] is not before:
+    while call.pending and call.pending[0] != before:
         modality = call.pending.pop(0)
         base = call_base(call)
         width = patch_width(base.get_submodule(call.family.tower))

@@ -1,0 +1,214 @@
+"""Bad input: the same clear error on every rank, in seconds, with nothing left hanging."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_vdp import UlyssesVisionDPStrategy
+from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
+
+FAMILY = "qwen2_5_vl"
+Batch = dict[str, Any]
+
+
+def _qwen(**model: Any) -> nn.Module:
+    return tiny_model(FAMILY, **model)
+
+
+def _llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+
+
+def _headless() -> nn.Module:
+    model = tiny_model(FAMILY)
+    model.model.language_model = nn.Identity()
+    return model
+
+
+def _own_loss() -> nn.Module:
+    model = tiny_model(FAMILY)
+    model.loss_function = lambda logits, labels, **_: logits.mean()
+    return model
+
+
+SETUPS: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
+    "size that does not divide the world": (
+        _qwen,
+        {"sequence_parallel_size": 3},
+        r"`sequence_parallel_size` is 3, which does not divide the 2 processes; choose one of \[1, 2\]",
+    ),
+    "size below 1": (_qwen, {"sequence_parallel_size": 0}, "`sequence_parallel_size` is 0, but must be 1 or more"),
+    "size that is no number": (
+        _qwen,
+        {"sequence_parallel_size": "two"},
+        "`sequence_parallel_size` is 'two', but must be a positive whole number or 'auto'",
+    ),
+    "replicas that do not divide the world": (
+        _qwen,
+        {"data_parallel_size": 3},
+        "`data_parallel_size` is 3, which does not divide the 2 processes",
+    ),
+    "sizes that do not multiply to the world": (
+        _qwen,
+        {"sequence_parallel_size": 2, "data_parallel_size": 2},
+        "`data_parallel_size` 2 times `sequence_parallel_size` 2 is 4, but there are 2 processes",
+    ),
+    "no Hugging Face model": (
+        lambda: nn.Linear(2, 2),
+        {"sequence_parallel_size": 2},
+        "No supported vision-language model in ParityModule: .* found no Hugging Face model at all",
+    ),
+    "no vision-language model": (
+        _llama,
+        {"sequence_parallel_size": 2},
+        r"No supported vision-language model .* found .*LlamaForCausalLM \(model_type 'llama'\)",
+    ),
+    "no decoder": (_headless, {"sequence_parallel_size": 2}, "Qwen2_5_VLModel at 'model.model' has no decoder"),
+    "a loss function of its own": (_own_loss, {"sequence_parallel_size": 2}, "has a loss function of its own"),
+    "hybrid sharding over one rank": (
+        _qwen,
+        {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
+        "Hybrid sharding over a shard size of 1",
+    ),
+    "an FSDP mesh of another size": (
+        _qwen,
+        {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+        r"`device_mesh` is \(2, 2\), but must be",
+    ),
+}
+
+
+def _set_up(make_model: Callable[[], nn.Module], arguments: Batch) -> None:
+    quiet_trainer(devices=2, strategy=UlyssesVisionDPStrategy(**arguments)).fit(ParityModule(make_model()), Batches([]))
+
+
+def same_failure(function: Callable[..., Any], world_size: int, *args: Any) -> str:
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(function, world_size, *args, timeout=20)
+    assert time.monotonic() - started < 10
+    failures = caught.value.failures
+    assert sorted(failures) == list(range(world_size))
+    assert len(set(failures.values())) == 1, failures
+    return failures[0]
+
+
+@pytest.mark.parametrize("case", SETUPS)
+def test_setup_is_refused_alike_on_every_rank(case: str) -> None:
+    make_model, arguments, message = SETUPS[case]
+    failure = same_failure(_set_up, 2, make_model, arguments)
+    assert failure.startswith("ValueError: ")
+    assert re.search(message, failure), failure
+
+
+def _fit_four(heads: int) -> None:
+    module = ParityModule(tiny_model(FAMILY, heads=4, key_value_heads=2))
+    module.model.config.text_config.num_attention_heads = heads
+    quiet_trainer(devices=4, strategy="ulysses_vdp_sp4").fit(module, Batches([]))
+
+
+def test_size_above_the_head_count_is_refused_with_the_sizes_that_work() -> None:
+    failure = same_failure(_fit_four, 4, 2)
+    assert "has 2 attention heads, which 4 ranks cannot divide evenly; sizes that work are [1, 2]" in failure
+
+
+def _without(name: str) -> Callable[[Batch], None]:
+    return lambda batch: batch.__delitem__(name)
+
+
+def _set(name: str, change: Callable[[Tensor], Any]) -> Callable[[Batch], None]:
+    return lambda batch: batch.__setitem__(name, change(batch[name]))
+
+
+def _add(name: str, value: Any) -> Callable[[Batch], None]:
+    return lambda batch: batch.__setitem__(name, value)
+
+
+def _one_more_image_token(batch: Batch) -> None:
+    batch["input_ids"][0, 0] = 120
+
+
+STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
+    "more image tokens than features": (
+        _one_more_image_token,
+        "the batch has 25 image tokens, but its 3 images yield 24 features; check that truncation",
+    ),
+    "no grid": (_without("image_grid_thw"), "`pixel_values` came without `image_grid_thw`"),
+    "fewer pixels than the grid says": (
+        _set("pixel_values", lambda pixels: pixels[:-4]),
+        "`pixel_values` has 92 patches, but `image_grid_thw` describes 96",
+    ),
+    "a grid not divisible by the merge size": (
+        _set("image_grid_thw", lambda grid: torch.tensor([[1, 4, 4], [1, 3, 16], [1, 8, 4]])),
+        "image 1 has a grid of 1 x 3 x 16 patches, but its height and width must be positive multiples of 2",
+    ),
+    "an empty image": (
+        _set("image_grid_thw", lambda grid: torch.cat([grid, torch.zeros(1, 3, dtype=grid.dtype)])),
+        "image 3 has a grid of 0 x 0 x 0",
+    ),
+    "labels of another length": (
+        _set("labels", lambda labels: labels[:, :-1]),
+        "`labels` has 49 positions, but the sequence has 50; make them equal",
+    ),
+    "an attention mask of another length": (
+        _set("attention_mask", lambda mask: torch.nn.functional.pad(mask, (0, 1))),
+        "`attention_mask` has 51 positions, but the sequence has 50",
+    ),
+    "no token types": (_without("mm_token_type_ids"), "`mm_token_type_ids` is missing"),
+    "no input": (_without("input_ids"), "the forward got neither `input_ids` nor `inputs_embeds`"),
+    "hidden states": (_add("output_hidden_states", True), "`output_hidden_states` is not available"),
+    "attentions": (_add("output_attentions", True), "`output_attentions` is not available"),
+    "logits to keep": (_add("logits_to_keep", 1), "`logits_to_keep` would pick positions of each rank's shard"),
+    "what describes all images": (_add("image_cu_seqlens", torch.zeros(2)), "`image_cu_seqlens` describes all images"),
+}
+
+
+def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int) -> None:
+    class Module(ParityModule):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            if batch_idx == 1 and self.global_rank in bad_ranks:
+                change(batch)
+            return super().training_step(batch, batch_idx)
+
+    loader = Batches([tiny_batch(FAMILY, seed=seed, dtype=torch.float32) for seed in range(3)])
+    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=size)
+    quiet_trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy).fit(Module(tiny_model(FAMILY)), loader)
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_bad_step_on_one_rank_is_refused_alike_on_every_rank(case: str) -> None:
+    change, message = STEPS[case]
+    failure = same_failure(_step, 2, change, (1,), 2)
+    assert failure.startswith("StepError: Bad input, found before the step: rank 1: "), failure
+    assert message in failure, failure
+
+
+def test_bad_step_of_one_replica_is_refused_on_the_other() -> None:
+    failure = same_failure(_step, 4, _one_more_image_token, (2, 3), 2)
+    assert failure.startswith("StepError: Bad input, found before the step: ranks 2, 3: the batch has 25 image tokens")
+
+
+def test_two_problems_are_both_named() -> None:
+    def change(batch: Batch) -> None:
+        (_one_more_image_token if torch.distributed.get_rank() else _without("mm_token_type_ids"))(batch)
+
+    failure = same_failure(_step, 2, change, (0, 1), 2)
+    assert "rank 0: `mm_token_type_ids` is missing" in failure
+    assert "; rank 1: the batch has 25 image tokens" in failure
+
+
+def test_sequence_shorter_than_its_group() -> None:
+    def change(batch: Batch) -> None:
+        ids = batch["input_ids"][:, :1]
+        batch.clear()
+        batch.update(input_ids=ids, labels=ids)
+
+    assert "the sequence has 1 positions, fewer than the 2 ranks" in same_failure(_step, 2, change, (0, 1), 2)

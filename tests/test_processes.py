@@ -1,0 +1,84 @@
+import os
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_vdp.testing import RankFailed, RanksTimedOut, run_ranks
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _sum() -> tuple[int, int]:
+    import torch
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(_rank())
+    dist.all_reduce(total)
+    return _rank(), int(total)
+
+
+def test_ranks_form_a_world_and_return_by_rank() -> None:
+    assert run_ranks(_sum, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_closures_and_arguments_reach_the_ranks() -> None:
+    offset = 10
+    assert run_ranks(lambda factor: offset + factor * _rank(), 2, 5) == [10, 15]
+
+
+def _one_raises() -> None:
+    dist.init_process_group("gloo")
+    if _rank() == 1:
+        raise KeyError("the cause")
+    dist.barrier()
+
+
+def test_failure_is_raised_with_the_traceback_of_its_rank() -> None:
+    started = time.monotonic()
+    with pytest.raises(
+        RankFailed, match=r"Rank 1 of 2 raised[\s\S]*in _one_raises[\s\S]*KeyError: 'the cause'"
+    ) as caught:
+        run_ranks(_one_raises, 2)
+    assert caught.value.failures[1] == "KeyError: 'the cause'"
+    assert time.monotonic() - started < 10
+
+
+def _one_waits() -> None:
+    dist.init_process_group("gloo")
+    if _rank() == 0:
+        dist.barrier()
+    else:
+        _sleep_here()
+
+
+def _sleep_here() -> None:
+    time.sleep(60)
+
+
+def test_timeout_names_the_line_where_each_rank_waits() -> None:
+    with pytest.raises(RanksTimedOut) as caught:
+        run_ranks(_one_waits, 2, timeout=3)
+    message = str(caught.value)
+    assert "2 of 2 ranks still ran after 3 s" in message
+    first, second = message.split("rank 1:")
+    assert "in barrier" in first
+    assert "in _one_waits" in first
+    assert "in _sleep_here" in second
+
+
+def _one_dies() -> None:
+    if _rank() == 1:
+        os._exit(9)
+
+
+def test_death_of_a_rank_is_told() -> None:
+    with pytest.raises(RankFailed, match="Rank 1 died with exit code 9"):
+        run_ranks(_one_dies, 2)
+
+
+def test_fixture_runs_ranks(run_ranks: Any) -> None:
+    assert run_ranks(_rank, 2) == [0, 1]
