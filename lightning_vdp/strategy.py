@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -31,6 +32,7 @@ from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.fsdp.wrap import known_root, wrap
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
 from lightning_vdp.models import FAMILIES, find_models, query_heads
+from lightning_vdp.notebook import NotebookLauncher
 
 __all__ = ["UlyssesVisionDPStrategy"]
 
@@ -173,6 +175,14 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if type(precision_plugin) is FSDPPrecision:
             precision_plugin = UlyssesVisionDPPrecision(cast(Any, precision_plugin.precision), precision_plugin.scaler)
         FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._launcher = NotebookLauncher(self)
+        else:
+            super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:

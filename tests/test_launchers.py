@@ -1,0 +1,113 @@
+"""Every way to start the ranks: a script, torchrun, LightningCLI, a notebook cell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import json, sys
+{before}
+import torch
+torch.set_num_threads(1)
+import lightning_vdp
+from lightning.pytorch import Trainer
+from lightning_vdp.testing import Batches, ParityModule, tiny_batch, tiny_model
+
+class Module(ParityModule):
+    def on_fit_start(self):
+        strategy = self.trainer.strategy
+        print(json.dumps([strategy.global_rank, strategy.sequence_parallel_size, strategy.data_parallel_size]), flush=True)
+
+if __name__ == "__main__":
+    module = Module(tiny_model("qwen2_5_vl"))
+    before = module.model.lm_head.weight.detach().clone()
+    batches = Batches([tiny_batch("qwen2_5_vl", dtype=torch.float32)] * 2)
+    trainer = Trainer(strategy={strategy}, accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(module, batches)
+    {after}
+'''
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy: {strategy}
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+model:
+  class_path: own_module.Module
+data:
+  class_path: own_module.Data
+"""
+
+MODULE = '''
+import json
+import lightning.pytorch as pl
+import torch
+from lightning_vdp.testing import Batches, ParityModule, tiny_batch, tiny_model
+
+class Module(ParityModule):
+    def __init__(self):
+        super().__init__(tiny_model("qwen2_5_vl"))
+
+    def on_fit_start(self):
+        strategy = self.trainer.strategy
+        print(json.dumps([strategy.global_rank, strategy.sequence_parallel_size, strategy.data_parallel_size]), flush=True)
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return Batches([tiny_batch("qwen2_5_vl", dtype=torch.float32)] * 2)
+'''
+
+
+def _run(command: list[str], folder: Path) -> list[list[int]]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+BOTH = [[0, 2, 1], [1, 2, 1]]
+
+
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+def test_script(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(before="", strategy='"ulysses_vdp"', after=""))
+    command = [sys.executable, "train.py"]
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    assert _run(command, tmp_path) == BOTH
+
+
+def test_notebook_cell_brings_the_weights_back(tmp_path: Path) -> None:
+    # what Python sets in an interactive session, which is how Lightning recognizes a notebook
+    after = "assert not torch.equal(before, module.model.lm_head.weight); assert module.model.lm_head.weight.dim() == 2"
+    cell = SCRIPT.format(before='sys.ps1 = ">>> "', strategy='"ulysses_vdp"', after=after)
+    (tmp_path / "cell.py").write_text(cell)
+    assert _run([sys.executable, "cell.py"], tmp_path) == BOTH
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ulysses_vdp",
+        "{class_path: lightning_vdp.UlyssesVisionDPStrategy, "
+        "init_args: {sequence_parallel_size: 2, state_dict_type: sharded}}",
+    ],
+    ids=["name", "class_path"],
+)
+def test_lightning_cli(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "own_module.py").write_text(MODULE)
+    (tmp_path / "train.yaml").write_text(YAML.format(strategy=strategy))
+    assert _run([sys.executable, "-m", "lightning_vdp.cli", "fit", "--config", "train.yaml"], tmp_path) == BOTH
