@@ -5,6 +5,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+# with more units for each rank than this, the LPT rule leaves nothing to gain
+_SEARCHED = 16
+
 __all__ = ["assign", "balanced", "contiguous", "loads"]
 
 
@@ -65,12 +68,56 @@ def _longest_first(costs: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
+def _improved(costs: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
+    """Local search: the most loaded rank gives a unit away, or trades one for a cheaper one, while that helps."""
+    owners = list(owners)
+    sums = loads(costs, owners, ranks)
+    units: list[list[int]] = [[] for _ in range(ranks)]
+    for unit, owner in enumerate(owners):
+        units[owner].append(unit)
+    mean = -(-sum(costs) // ranks)
+    # closer than this to the mean, a step of the search costs more than it saves
+    bound = max(max(costs), mean + mean // 256)
+    for _ in range(ranks):
+        heavy = max(range(ranks), key=sums.__getitem__)
+        if sums[heavy] <= bound:
+            break
+        light = min(range(ranks), key=sums.__getitem__)
+        gap = sums[heavy] - sums[light]
+        theirs = sorted((costs[unit], unit) for unit in units[light])
+        trade = None
+        for unit in units[heavy]:
+            # nothing in return, or the unit whose cost brings the two loads closest together
+            near = bisect_right(theirs, (costs[unit] - gap // 2, -1))
+            for back in [None, *(partner for _, partner in theirs[max(near - 1, 0) : near + 1])]:
+                shift = costs[unit] - (0 if back is None else costs[back])
+                worse = max(sums[heavy] - shift, sums[light] + shift)
+                if worse < sums[heavy] and (trade is None or worse < trade[0]):
+                    trade = (worse, unit, back, shift)
+        if trade is None:
+            break
+        _, unit, back, shift = trade
+        units[heavy].remove(unit)
+        units[light].append(unit)
+        owners[unit] = light
+        if back is not None:
+            units[light].remove(back)
+            units[heavy].append(back)
+            owners[back] = heavy
+        sums[heavy] -= shift
+        sums[light] += shift
+    return owners
+
+
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """The better of the exact contiguous split and the LPT rule; contiguous where they are equal."""
+    """The better of the exact contiguous split and the LPT rule with local search; contiguous where they are equal."""
     split = contiguous(costs, ranks)
-    if len(costs) <= 1 or ranks == 1:
+    bound = max(max(costs, default=0), -(-sum(costs) // ranks))
+    if max(loads(costs, split, ranks)) <= bound:
         return split
     spread = _longest_first(costs, ranks)
+    if len(costs) <= _SEARCHED * ranks:
+        spread = _improved(costs, spread, ranks)
     return spread if max(loads(costs, spread, ranks)) < max(loads(costs, split, ranks)) else split
 
 
