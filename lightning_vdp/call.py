@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,27 @@ from lightning_vdp.header import PendingHeaders
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import Family, Modality
 from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
+from lightning_vdp.vision.load import LoadObservers
+from lightning_vdp.vision.routes import Routes
+from lightning_vdp.vision.units import UnitPlan
 
-if TYPE_CHECKING:
-    from lightning_vdp.vision.units import UnitPlan
-
-__all__ = ["CALL", "ForwardCall", "Settings", "host_copy", "keep_host_copies", "known_host_copy"]
+__all__ = [
+    "CALL",
+    "ForwardCall",
+    "Settings",
+    "call_of",
+    "host_copy",
+    "host_tensors",
+    "keep_host_copies",
+    "known_host_copy",
+    "with_call",
+]
 
 CALL = "vdp_call"
 """Keyword argument that carries a `ForwardCall`; None in forwards that are not divided."""
 
 _HOST_COPY = "_vdp_host_copy"
+_CALL = "_vdp_call"
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Settings:
     vision_data_parallel: bool = True
     vision_assignment: Literal["balanced", "contiguous"] = "balanced"
     vision_balance: Literal["time", "memory"] = "time"
-    vision_exchange: Literal["gather"] = "gather"
+    vision_exchange: Literal["routed", "gather"] = "routed"
     logits: Literal["shard", "whole"] = "shard"
     loss_tokens: Literal["replica", "global"] = "replica"
 
@@ -49,6 +60,8 @@ class ForwardCall:
         plans: The plan of each modality in this rank's batch, by name.
         headers: Those of the world, under way.
         device: Where the batch is.
+        lockstep: Whether towers hold collectives, so that ranks must run them alike.
+        observers: Are told what the tower did.
     """
 
     __slots__ = (
@@ -59,9 +72,12 @@ class ForwardCall:
         "device",
         "family",
         "headers",
+        "lockstep",
         "loose_ends",
         "mesh",
+        "observers",
         "plans",
+        "routes",
         "settings",
         "shard",
     )
@@ -72,9 +88,11 @@ class ForwardCall:
         settings: Settings,
         family: Family,
         length: int,
-        plans: Mapping[str, "UnitPlan"],
+        plans: Mapping[str, UnitPlan],
         headers: PendingHeaders,
         device: torch.device,
+        lockstep: bool = True,
+        observers: LoadObservers | tuple[()] = (),
     ) -> None:
         self.mesh = mesh
         self.settings = settings
@@ -83,6 +101,9 @@ class ForwardCall:
         self.plans = plans
         self.headers = headers
         self.device = device
+        self.lockstep = lockstep
+        self.observers = observers
+        self.routes: Mapping[str, Routes] = {}
         self.base: nn.Module | None = None
         self.attended: dict[int, int] = {}
         self.loose_ends: list[Tensor] = []
@@ -106,37 +127,65 @@ class ForwardCall:
         return known[1]
 
 
-def keep_host_copies(batch: Any, moved: Any, names: frozenset[str]) -> None:
-    """Remembers, on tensors that were moved to a device, the host tensor each came from.
+def with_call(tensor: Tensor, call: ForwardCall) -> Tensor:
+    """Returns an alias of an argument that carries a call to methods which get the argument and not the call."""
+    alias = tensor.view_as(tensor)
+    setattr(alias, _CALL, call)
+    return alias
 
-    Planning reads sizes from there without a device sync. A tensor that lost its host copy on the way costs one sync.
+
+def call_of(tensor: Any) -> ForwardCall | None:
+    """Returns the call that `with_call` put on an argument, if any."""
+    call: ForwardCall | None = getattr(tensor, _CALL, None)
+    return call
+
+
+def host_tensors(batch: Any, names: frozenset[str]) -> Any:
+    """Collects the host tensors of a batch before it moves to a device, in the batch's own structure.
 
     Args:
-        batch: The batch before the move.
-        moved: The batch after the move, of the same structure as far as it matters.
-        names: Keys of the mappings whose tensors are remembered.
+        batch: Mappings, lists and tuples of tensors; processors' outputs, which move in place, among them.
+        names: Keys of the mappings whose tensors are collected.
     """
-    if isinstance(batch, Mapping) and isinstance(moved, Mapping):
-        for name, value in batch.items():
-            if name not in moved:
-                continue
-            target = moved[name]
-            if name in names and isinstance(value, Tensor) and isinstance(target, Tensor):
-                if target is not value and value.device.type == "cpu":
-                    setattr(target, _HOST_COPY, value)
-            else:
-                keep_host_copies(value, target, names)
-    elif isinstance(batch, (list, tuple)) and isinstance(moved, (list, tuple)):
-        for value, target in zip(batch, moved):
-            keep_host_copies(value, target, names)
+    if isinstance(batch, Mapping):
+        return {
+            name: value
+            if name in names and isinstance(value, Tensor) and value.device.type == "cpu"
+            else host_tensors(value, names)
+            for name, value in batch.items()
+        }
+    if isinstance(batch, (list, tuple)):
+        return [host_tensors(value, names) for value in batch]
+    return None
+
+
+def keep_host_copies(collected: Any, moved: Any) -> None:
+    """Remembers, on tensors that were moved to a device, the host tensor each came from.
+
+    Planning reads sizes from there without a device sync. A tensor that lost its host copy on the way, or was written
+    to since, costs one sync.
+
+    Args:
+        collected: What `host_tensors` returned before the move.
+        moved: The batch after the move, of the same structure as far as it matters.
+    """
+    if isinstance(collected, Tensor):
+        if isinstance(moved, Tensor) and moved is not collected and not moved.is_inference():
+            setattr(moved, _HOST_COPY, (collected, moved._version))
+    elif isinstance(collected, Mapping) and isinstance(moved, Mapping):
+        for name, value in collected.items():
+            keep_host_copies(value, moved.get(name))
+    elif isinstance(collected, list) and isinstance(moved, (list, tuple)):
+        for value, target in zip(collected, moved):
+            keep_host_copies(value, target)
 
 
 def known_host_copy(tensor: Tensor) -> Tensor | None:
     """Returns the tensor on the host if it is there already, without a device sync."""
     if tensor.device.type == "cpu":
         return tensor
-    known = getattr(tensor, _HOST_COPY, None)
-    return known if isinstance(known, Tensor) and known.shape == tensor.shape else None
+    host, version = getattr(tensor, _HOST_COPY, (None, None))
+    return host if host is not None and version == tensor._version else None
 
 
 def host_copy(tensor: Tensor) -> Tensor:

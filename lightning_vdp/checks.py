@@ -1,24 +1,30 @@
-"""Checks of one forward's input, before its first collective of ours. Each returns a sentence or None; none raises."""
+"""Checks of one forward's input, before its first collective of ours. They return a sentence or None and do not raise."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from lightning_vdp.call import host_copy
+from lightning_vdp.call import host_copy, known_host_copy
 from lightning_vdp.models import Family, Modality
 
-__all__ = ["describe_bad_input", "grids_of"]
+__all__ = ["count_placeholders", "describe_bad_input", "grids_of"]
 
-_WHOLE_ONLY = ("output_hidden_states", "output_attentions")
+_WHOLE_ONLY = ("output_hidden_states", "output_attentions", "use_cache")
+_PER_POSITION = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
 
 
 def grids_of(arguments: Mapping[str, Any], modality: Modality) -> list[list[int]]:
-    """The ``(time, height, width)`` of each unit that the forward encodes; empty without pixels."""
-    grid = arguments.get(modality.grid)
+    """The ``(time, height, width)`` of each image or video that the forward encodes, where there are grids."""
+    grid = None if modality.grid is None else arguments.get(modality.grid)
     if arguments.get(modality.pixels) is None or grid is None:
         return []
     return [list(map(int, row)) for row in host_copy(grid).tolist()]
+
+
+def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
+    """Number of a modality's placeholder tokens in input ids ``[B, S]``."""
+    return int((host_copy(ids) == getattr(config, modality.token_id)).sum())
 
 
 def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any, ranks: int) -> str | None:
@@ -33,12 +39,20 @@ def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any
     Returns:
         What is wrong and what to do, or None.
     """
+    try:
+        return _describe(arguments, family, config, ranks)
+    except Exception as error:
+        # no rank may raise alone: what a check cannot read is bad input too
+        return f"the input cannot be read ({type(error).__name__}: {error}); pass what the processor returned"
+
+
+def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: int) -> str | None:
     sequence = arguments.get("input_ids")
     if sequence is None:
         sequence = arguments.get("inputs_embeds")
     if not isinstance(sequence, Tensor):
         return "the forward got neither `input_ids` nor `inputs_embeds`; pass one of them"
-    length = sequence.shape[1]
+    batch, length = sequence.shape[:2]
     if length < ranks:
         return (
             f"the sequence has {length} positions, fewer than the {ranks} ranks of its group; pad the batch or lower "
@@ -46,7 +60,8 @@ def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any
         )
     return (
         _describe_requests(arguments, config)
-        or _describe_lengths(arguments, length)
+        or _describe_shapes(arguments, batch, length)
+        or _describe_vocabulary(arguments, config)
         or next(
             (
                 problem
@@ -62,8 +77,11 @@ def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any
 def _describe_requests(arguments: Mapping[str, Any], config: Any) -> str | None:
     for name in _WHOLE_ONLY:
         asked = arguments.get(name)
-        if asked or (asked is None and getattr(config.get_text_config(), name, False)):
+        by_config = name != "use_cache" and getattr(config.get_text_config(), name, False)
+        if asked or (asked is None and by_config):
             return f"`{name}` is not available while the sequence is divided; switch it off"
+    if arguments.get("return_dict") is False:
+        return "`return_dict=False` leaves no place to say which positions the outputs belong to; leave it out"
     keep = arguments.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         return (
@@ -73,25 +91,55 @@ def _describe_requests(arguments: Mapping[str, Any], config: Any) -> str | None:
     return None
 
 
-def _describe_lengths(arguments: Mapping[str, Any], length: int) -> str | None:
-    for name in ("labels", "attention_mask", "mm_token_type_ids"):
+def _describe_shapes(arguments: Mapping[str, Any], batch: int, length: int) -> str | None:
+    for name in _PER_POSITION:
         value = arguments.get(name)
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] != length:
-            return f"`{name}` has {value.shape[1]} positions, but the sequence has {length}; make them equal"
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape != (batch, length):
+            return (
+                f"`{name}` has {value.shape[0]} rows of {value.shape[1]} positions, but the sequence has {batch} of {length}; "
+                "make them equal"
+            )
+    positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor) and (
+        positions.dim() not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch)
+    ):
+        return (
+            f"`position_ids` has shape {list(positions.shape)}, but the sequence has {batch} rows of {length} positions; make "
+            "its last two sizes equal to these"
+        )
+    return None
+
+
+def _describe_vocabulary(arguments: Mapping[str, Any], config: Any) -> str | None:
+    size = int(config.get_text_config().vocab_size)
+    for name in ("input_ids", "labels", "shift_labels"):
+        value = arguments.get(name)
+        # not worth a device sync
+        host = known_host_copy(value) if isinstance(value, Tensor) else None
+        if host is not None and host.numel() and int(host.max()) >= size:
+            return (
+                f"`{name}` holds the id {int(host.max())}, but the vocabulary has {size}; use the model's own tokenizer"
+            )
     return None
 
 
 def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any) -> str | None:
-    pixels, grid = arguments.get(modality.pixels), arguments.get(modality.grid)
+    pixels = arguments.get(modality.pixels)
     if pixels is None:
         return None
-    if grid is None:
+    ids = arguments.get("input_ids")
+    tokens = count_placeholders(ids, modality, config) if isinstance(ids, Tensor) else None
+    if modality.grid is None:
+        return _describe_items(arguments, modality, len(pixels), tokens)
+    if arguments.get(modality.grid) is None:
         return f"`{modality.pixels}` came without `{modality.grid}`; pass what the processor returned"
     foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name != modality.grid]
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
     merge = int(config.vision_config.spatial_merge_size)
     grids = grids_of(arguments, modality)
+    if not grids:
+        return f"`{modality.pixels}` is there but holds no {modality.name}; leave it out of batches without {modality.name}s"
     for unit, (time, height, width) in enumerate(grids):
         if min(time, height, width) < 1 or height % merge or width % merge:
             return (
@@ -104,19 +152,29 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
             f"`{modality.pixels}` has {pixels.shape[0]} patches, but `{modality.grid}` describes {patches}; pass both from "
             "one call of the processor"
         )
-    ids = arguments.get("input_ids")
-    if isinstance(ids, Tensor):
-        tokens = int((host_copy(ids) == getattr(config, modality.token_id)).sum())
-        if tokens != patches // merge**2:
-            return (
-                f"the batch has {tokens} {modality.name} tokens, but its {len(grids)} {modality.name}s yield "
-                f"{patches // merge**2} features; check that truncation did not cut {modality.name} tokens off"
-            )
+    if tokens is not None and tokens != patches // merge**2:
+        return (
+            f"the batch has {tokens} {modality.name} tokens, but its {len(grids)} {modality.name}s yield "
+            f"{patches // merge**2} features; check that truncation did not cut {modality.name} tokens off"
+        )
+    return None
+
+
+def _describe_items(arguments: Mapping[str, Any], modality: Modality, units: int, tokens: int | None) -> str | None:
+    if arguments.get("image_sizes") is not None:
+        return "`image_sizes` makes the features of images differ in number, which is not divided yet; leave it out"
+    if tokens is None:
+        return f"the features of {modality.name}s are placed by `input_ids`; pass them instead of `inputs_embeds`"
+    if units == 0 or tokens == 0 or tokens % units:
+        return (
+            f"the batch has {tokens} {modality.name} tokens for {units} {modality.name}s, which must have equally many; "
+            f"check that truncation did not cut {modality.name} tokens off"
+        )
     return None
 
 
 def _describe_positions(arguments: Mapping[str, Any], family: Family) -> str | None:
-    vision = any(arguments.get(modality.grid) is not None for modality in family.modalities)
+    vision = any(arguments.get(modality.pixels) is not None for modality in family.modalities)
     known = arguments.get("mm_token_type_ids") is not None or arguments.get("position_ids") is not None
     if family.needs_token_types and vision and not known and arguments.get("input_ids") is not None:
         return (

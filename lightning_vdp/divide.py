@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import MethodType
 from typing import Any
 
@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_host_copy
-from lightning_vdp.checks import describe_bad_input, grids_of
+from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_host_copy, with_call
+from lightning_vdp.checks import describe_bad_input
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import Family, VisionLanguageModel
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
-from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
+from lightning_vdp.sequence.loss import IGNORED, count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence
-from lightning_vdp.vision.cost import tower_cost
-from lightning_vdp.vision.tower import divided_features
-from lightning_vdp.vision.units import UnitPlan, plan_units
+from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units, route_units
+from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 
 __all__ = ["Division", "divide_models"]
 
@@ -86,13 +85,19 @@ class Division:
         self._undo.append(attention_dispatcher.release)
 
 
-def divide_models(models: Iterable[VisionLanguageModel], mesh: SequenceMesh, settings: Settings) -> Division:
+def divide_models(
+    models: Iterable[VisionLanguageModel],
+    mesh: SequenceMesh,
+    settings: Settings,
+    undivided_towers: Collection[nn.Module] = (),
+) -> Division:
     """Makes forwards of the models run on the ranks of a sequence group together.
 
     Args:
         models: As found by `find_models`.
         mesh: The ranks. At a sequence group of one rank, nothing is touched.
         settings: How to divide.
+        undivided_towers: Towers whose weights FSDP does not divide, so that ranks need not run them alike.
 
     Raises:
         ValueError: If a model cannot be divided over so many ranks.
@@ -107,7 +112,7 @@ def divide_models(models: Iterable[VisionLanguageModel], mesh: SequenceMesh, set
     try:
         division.dispatch_attention()
         for model in models:
-            _divide_model(division, model, mesh, settings)
+            _divide_model(division, model, mesh, settings, lockstep=model.tower not in undivided_towers)
     except BaseException:
         division.undo()
         raise
@@ -122,6 +127,12 @@ def _check_divisible(model: VisionLanguageModel, ranks: int) -> None:
             f"`sequence_parallel_size` is {ranks}, but {type(model.base).__name__} at '{model.name}' has {heads} attention "
             f"heads, which {ranks} ranks cannot divide evenly; sizes that work are {possible}."
         )
+    if any(_is_reentrant(module) for module in model.base.modules()):
+        raise ValueError(
+            f"{type(model.base).__name__} at '{model.name}' checkpoints activations with `use_reentrant=True`, which FSDP "
+            "cannot follow when ranks encode other images; enable it with "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        )
     if model.head is not None and not model_uses_causal_loss(model.head):
         raise ValueError(
             f"{type(model.head).__name__} has a loss function of its own, which shards of logits would bend; remove it and "
@@ -129,14 +140,25 @@ def _check_divisible(model: VisionLanguageModel, ranks: int) -> None:
         )
 
 
-def _divide_model(division: Division, model: VisionLanguageModel, mesh: SequenceMesh, settings: Settings) -> None:
+def _is_reentrant(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if function is None or not getattr(module, "gradient_checkpointing", False):
+        return False
+    return bool(getattr(function, "keywords", {}).get("use_reentrant", True))
+
+
+def _divide_model(
+    division: Division, model: VisionLanguageModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
+) -> None:
     for entry in model.entries:
         signature = inspect.signature(type(entry).forward)
-        begin = functools.partial(_begin_call, mesh, settings, model.family, signature)
+        begin = functools.partial(_begin_call, mesh, settings, model.family, lockstep, signature)
         division.hook(entry.register_forward_pre_hook, begin)
-    division.hook(model.base.register_forward_pre_hook, _enter_base)
+    enter = functools.partial(_enter_base, inspect.signature(type(model.base).forward))
+    division.hook(model.base.register_forward_pre_hook, enter)
     for modality in model.family.modalities:
         division.method(model.base, modality.features, divided_features(modality))
+    division.method(model.base, "get_placeholder_mask", restricted_placeholders)
     division.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
     division.hook(model.decoder.register_forward_hook, check_decoder_outputs)
     for index, layer in enumerate(model.layers):
@@ -152,6 +174,7 @@ def _begin_call(
     mesh: SequenceMesh,
     settings: Settings,
     family: Family,
+    lockstep: bool,
     signature: inspect.Signature,
     module: PreTrainedModel,
     args: tuple[Any, ...],
@@ -162,46 +185,60 @@ def _begin_call(
         return None
     bound = signature.bind_partial(module, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
-    if any(arguments.get(name) is not None for name in ("cache", "past_key_values")) or arguments.get("use_cache"):
+    if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
         return args, {**kwargs, CALL: None}
-    return args, {**kwargs, CALL: _start_call(mesh, settings, family, module.config, arguments)}
+    return args, {**kwargs, CALL: _start_call(mesh, settings, family, lockstep, module.config, arguments)}
 
 
 def _start_call(
-    mesh: SequenceMesh, settings: Settings, family: Family, config: Any, arguments: dict[str, Any]
+    mesh: SequenceMesh, settings: Settings, family: Family, lockstep: bool, config: Any, arguments: dict[str, Any]
 ) -> ForwardCall:
-    ranks = mesh.sequence_parallel_size
-    error = describe_bad_input(arguments, family, config, ranks)
+    error = describe_bad_input(arguments, family, config, mesh.sequence_parallel_size)
     header: dict[str, list[int]] = {}
-    plans: dict[str, UnitPlan] = {}
+    drafts: dict[str, UnitDraft] = {}
     if error is None:
         sequence = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         header = {"length": [sequence.shape[1]], "modalities": []}
-        merge = int(config.vision_config.spatial_merge_size)
-        cost = tower_cost(config.vision_config) if settings.vision_balance == "time" else None
         for index, modality in enumerate(family.modalities):
-            grids = grids_of(arguments, modality)
             if arguments.get(modality.pixels) is not None:
+                draft = drafts[modality.name] = list_units(modality, arguments, config)
                 header["modalities"].append(index)
-                plan = plan_units(grids, ranks, merge, settings.vision_assignment, cost)
-                plans[modality.name] = plan
-                header[f"{modality.name}_units"] = list(plan.patches)
-        labels = arguments.get("labels")
-        if isinstance(labels, Tensor):
+                header[f"{modality.name}_units"] = list(draft.sizes)
+        shifted = arguments.get("shift_labels")
+        labels = arguments.get("labels") if shifted is None else shifted
+        if isinstance(labels, Tensor) and arguments.get("labels") is not None:
             # counting on a device costs a sync, which only the global weights are worth
             host = host_copy(labels) if settings.loss_tokens == "global" else known_host_copy(labels)
-            header["tokens"] = [] if host is None else [count_tokens(host)]
+            ignored = arguments.get("ignore_index", IGNORED)
+            header["tokens"] = [] if host is None else [count_tokens(host, shifted is not None, ignored)]
     headers = exchange_headers(mesh, header, error)
-    if error is not None:
+    # a rank that met bad input must not be waited for in a collective that it never enters
+    if error is not None or mesh.headers_first:
         headers.wait()
-    return ForwardCall(mesh, settings, family, sequence.shape[1], plans, headers, sequence.device)
+    # planning goes on while the header is under way
+    plans = {name: assign_units(draft, config, settings, mesh.sequence_parallel_size) for name, draft in drafts.items()}
+    return ForwardCall(
+        mesh, settings, family, sequence.shape[1], plans, headers, sequence.device, lockstep, mesh.vision_observers
+    )
 
 
-def _enter_base(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the base model: absent towers are run through it."""
+def _enter_base(
+    signature: inspect.Signature, base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Forward pre-hook of the base model: its ids and pixels carry the call to its methods, absent towers run through it."""
     call: ForwardCall | None = kwargs.get(CALL)
-    if call is not None:
-        call.base = base
+    if call is None:
+        return None
+    call.base = base
+    bound = signature.bind_partial(base, *args, **kwargs)
+    ids = bound.arguments.get("input_ids")
+    modalities = [modality for modality in call.family.modalities if modality.name in call.plans]
+    if ids is not None and call.settings.vision_data_parallel and call.settings.vision_exchange == "routed":
+        call.routes = {modality.name: route_units(modality, ids, base.config, call) for modality in modalities}
+        bound.arguments["input_ids"] = with_call(ids, call)
+    for modality in modalities:
+        bound.arguments[modality.pixels] = with_call(bound.arguments[modality.pixels], call)
+    return bound.args[1:], bound.kwargs
 
 
 def _describe_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

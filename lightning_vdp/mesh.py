@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_vdp.vision.load import LoadObservers
 
 __all__ = ["SequenceMesh", "resolve_sizes"]
 
@@ -80,6 +83,61 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+class _Groups(NamedTuple):
+    """What one world makes once for each pair of sizes: groups are never freed, and each may hold a communicator."""
+
+    device_mesh: DeviceMesh
+    sequence: dist.ProcessGroup
+    data: dist.ProcessGroup
+    header: dist.ProcessGroup
+    header_device: torch.device
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], _Groups]] = WeakKeyDictionary()
+
+
+def _groups(device_type: str, data: int, sequence: int, timeout: timedelta | None) -> _Groups:
+    world = dist.group.WORLD
+    assert world is not None
+    known = _made.setdefault(world, {})
+    key = (device_type, data, sequence, timeout)
+    if key not in known:
+        known[key] = _make_groups(device_type, data, sequence, timeout)
+    return known[key]
+
+
+def _make_groups(device_type: str, data: int, sequence: int, timeout: timedelta | None) -> _Groups:
+    ranks = torch.arange(data * sequence).view(data, sequence)
+    # each rank makes all groups, in one order
+    data_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+    sequence_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    assert data_group is not None
+    assert sequence_group is not None
+    names = ("data_parallel", "sequence_parallel")
+    mesh = DeviceMesh.from_group([data_group, sequence_group], device_type, mesh=ranks, mesh_dim_names=names)
+    return _Groups(mesh, sequence_group, data_group, *_make_header_group(device_type, timeout))
+
+
+def _make_header_group(device_type: str, timeout: timedelta | None) -> tuple[dist.ProcessGroup, torch.device]:
+    """Makes a gloo group over the world: numbers agreed on there cost no device sync."""
+    group = None
+    reason = "it failed on another rank"
+    try:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        reason = str(error)
+    made = torch.tensor([group is not None], dtype=torch.int32, device=device_type)
+    dist.all_reduce(made, op=dist.ReduceOp.MIN)
+    if group is not None and made.item():
+        return group, torch.device("cpu")
+    rank_zero_warn(
+        f"The gloo group for step headers cannot be made ({reason}); the default group serves instead, at the price of one "
+        "device sync per forward. Setting GLOO_SOCKET_IFNAME to the network interface usually helps."
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, torch.device(device_type)
+
+
 class SequenceMesh:
     """The ranks as a grid of replicas (rows) and members of a sequence group (columns), with their groups.
 
@@ -90,7 +148,7 @@ class SequenceMesh:
         device_type: "cpu" or "cuda".
         data_parallel_size: Number of replicas, D.
         sequence_parallel_size: Ranks of one sequence group, S; consecutive global ranks.
-        timeout: For the group that agrees on step headers. Default: that of the backend.
+        timeout: For collectives in the groups. Default: that of the backend.
     """
 
     def __init__(
@@ -101,40 +159,20 @@ class SequenceMesh:
         timeout: timedelta | None = None,
     ) -> None:
         self.is_open = True
+        # set where FSDP wraps what runs between the start of a forward and the tower
+        self.headers_first = False
         self.data_parallel_size = data_parallel_size
         self.sequence_parallel_size = sequence_parallel_size
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.data_parallel_rank, self.sequence_parallel_rank = divmod(self.rank, sequence_parallel_size)
         self.world = dist.group.WORLD
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type,
-            (data_parallel_size, sequence_parallel_size),
-            mesh_dim_names=("data_parallel", "sequence_parallel"),
-        )
-        self.sequence_group: dist.ProcessGroup = self.device_mesh.get_group("sequence_parallel")
-        self.data_parallel_group: dist.ProcessGroup = self.device_mesh.get_group("data_parallel")
-        self.header_group, self.header_device = self._make_header_group(device_type, timeout)
-
-    def _make_header_group(self, device_type: str, timeout: timedelta | None) -> tuple[dist.ProcessGroup, torch.device]:
-        """Makes a gloo group over the world: numbers agreed on there cost no device sync."""
-        group = None
-        try:
-            group = dist.new_group(backend="gloo", timeout=timeout)
-        except RuntimeError as error:
-            reason = str(error)
-        made = torch.tensor([group is not None], dtype=torch.int32, device=device_type)
-        dist.all_reduce(made, op=dist.ReduceOp.MIN)
-        if group is not None and made.item():
-            return group, torch.device("cpu")
-        if group is not None:
-            reason = "it failed on another rank"
-        rank_zero_warn(
-            f"The gloo group for step headers cannot be made ({reason}); the default group serves instead, at the price "
-            "of one device sync per forward. Setting GLOO_SOCKET_IFNAME to the network interface usually helps."
-        )
-        assert self.world is not None
-        return self.world, torch.device(device_type)
+        groups = _groups(device_type, data_parallel_size, sequence_parallel_size, timeout)
+        self.device_mesh = groups.device_mesh
+        self.sequence_group = groups.sequence
+        self.data_parallel_group = groups.data
+        self.header_group, self.header_device = groups.header, groups.header_device
+        self.vision_observers = LoadObservers()
 
     def close(self) -> None:
         """Makes every hook that refers to this mesh inert."""

@@ -8,7 +8,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["FAMILIES", "Family", "Modality", "VisionLanguageModel", "find_models", "is_block", "query_heads", "unwrap"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Modality",
+    "VisionLanguageModel",
+    "find_models",
+    "is_block",
+    "query_heads",
+    "smallest_unit",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True)
@@ -17,21 +27,28 @@ class Modality:
 
     Args:
         name: What messages call it.
-        pixels: Forward argument with the packed patches, shape ``[patches, patch_size]``.
-        grid: Forward argument with ``(time, height, width)`` in patches of each unit, shape ``[units, 3]``.
+        pixels: Forward argument with the pixels: packed patches ``[patches, values]`` where there is a grid, else images
+            ``[units, channels, height, width]``.
+        grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``;
+            None where each row of the pixels is a unit.
         features: Method of the base model that runs the tower and the projector.
         token_id: Attribute of the config with the id of the placeholder token.
+        splits_frames: Whether the tower treats the frames of a video apart, so that each is a unit of its own.
     """
 
     name: str
     pixels: str
-    grid: str
+    grid: str | None
     features: str
     token_id: str
+    splits_frames: bool = False
 
 
 IMAGE = Modality("image", "pixel_values", "image_grid_thw", "get_image_features", "image_token_id")
-VIDEO = Modality("video", "pixel_values_videos", "video_grid_thw", "get_video_features", "video_token_id")
+VIDEO = Modality(
+    "video", "pixel_values_videos", "video_grid_thw", "get_video_features", "video_token_id", splits_frames=True
+)
+FIXED_SIZE_IMAGE = Modality("image", "pixel_values", None, "get_image_features", "image_token_id")
 
 
 @dataclass(frozen=True)
@@ -54,11 +71,14 @@ class Family:
 
 
 _QWEN_VL = Family()
+_FIXED_SIZE = Family(modalities=(FIXED_SIZE_IMAGE,), tower="vision_tower", needs_token_types=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
+    "llava": _FIXED_SIZE,
+    "internvl": _FIXED_SIZE,
 }
 """Families by the `model_type` of their config."""
 
@@ -99,6 +119,11 @@ class VisionLanguageModel:
     def entries(self) -> tuple[PreTrainedModel, ...]:
         """The modules whose forward may be a user's call, outermost first."""
         return (self.base,) if self.head is None else (self.head, self.base)
+
+    @property
+    def tower(self) -> nn.Module:
+        """The vision encoder without wrappers."""
+        return unwrap(self.base.get_submodule(self.family.tower))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -165,10 +190,20 @@ def query_heads(module: nn.Module) -> list[int]:
     return heads
 
 
-def patch_width(tower: nn.Module) -> int:
-    """Number of values of one packed patch of a tower with a patch embedding of type convolution."""
+def smallest_unit(modality: Modality, config: Any, tower: nn.Module) -> tuple[int, ...]:
+    """Shape of the pixels of the smallest unit that a tower takes.
+
+    Args:
+        modality: Its layout of pixels.
+        config: The tower's config.
+        tower: The tower.
+    """
+    if modality.grid is None:
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return 1, int(config.num_channels), int(height), int(width)
     projection: Any = unwrap(tower.get_submodule("patch_embed")).get_submodule("proj")
     width = projection.in_channels
-    for size in projection.kernel_size:
-        width *= size
-    return int(width)
+    for side in projection.kernel_size:
+        width *= side
+    return int(config.spatial_merge_size) ** 2, int(width)

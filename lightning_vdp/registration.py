@@ -15,8 +15,10 @@ def register() -> None:
     UlyssesVisionDPStrategy.register_strategies(StrategyRegistry)
     # `lightning` and `pytorch_lightning` have registries and classes of their own
     if importlib.util.find_spec("pytorch_lightning") is not None:
-        from pytorch_lightning.strategies import StrategyRegistry as OtherRegistry
-
+        try:
+            from pytorch_lightning.strategies import StrategyRegistry as OtherRegistry
+        except Exception:  # a broken installation of a package that is not needed
+            return
         for name in [name for name in StrategyRegistry if name.startswith(UlyssesVisionDPStrategy.strategy_name)]:
             if name not in OtherRegistry:
                 OtherRegistry.register(name, _refuse, description="needs lightning.pytorch.Trainer")

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy
@@ -25,21 +25,20 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.call import Settings, keep_host_copies
+from lightning_vdp.call import Settings, host_tensors, keep_host_copies
 from lightning_vdp.divide import Division, divide_models
 from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
-from lightning_vdp.fsdp.wrap import known_root, wrap
+from lightning_vdp.fsdp.wrap import known_root, wrap, wraps_more_than_blocks
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import FAMILIES, find_models, query_heads
+from lightning_vdp.models import FAMILIES, VisionLanguageModel, find_models, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
 
 __all__ = ["UlyssesVisionDPStrategy"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_HOST_COPIES = frozenset(
-    {"input_ids", "labels", *(modality.grid for family in FAMILIES.values() for modality in family.modalities)}
-)
+_GRIDS = (modality.grid for family in FAMILIES.values() for modality in family.modalities)
+_HOST_COPIES = frozenset({"input_ids", "labels", "shift_labels", *(grid for grid in _GRIDS if grid is not None)})
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -57,17 +56,21 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     Args:
         sequence_parallel_size: Ranks of a sequence group, S. "auto" takes the devices of one node, or the largest size
-            below that which divides the attention heads. 1 makes this plain FSDP.
+            below that which divides the attention heads; a model that only `configure_model` builds is not known by then,
+            and needs a number where its heads do not fit. 1 makes this plain FSDP.
         data_parallel_size: Number of replicas, D; a replica is a sequence group seen as one data-parallel worker.
             "auto": the number of processes divided by S.
         vision_data_parallel: Whether each rank runs the tower on its share of the images. False: every rank runs it on
             every image of its group.
         vision_assignment: How images are given to ranks: "balanced" may permute them, "contiguous" keeps their order.
         vision_balance: What is balanced: "time" predicts the tower's work, "memory" counts patches.
-        vision_exchange: How features get from owners to the ranks that need them: "gather" gives all ranks all of them.
+        vision_exchange: How features get from owners to the ranks that need them: "routed" sends each row to the rank
+            whose shard it belongs to, "gather" gives all ranks all of them.
         logits: What `outputs.logits` is: "shard" of this rank, or "whole" sequence.
         loss_tokens: How replicas with different label counts weigh within one micro-step: "replica" takes the mean over
             replicas of their token means, as DDP does; "global" weighs every token alike.
+        shard_frozen_tower: Whether FSDP divides the weights of a vision tower without trainable parameters. False keeps
+            a whole one on every rank, which then needs no collectives and no dummy images.
         fsdp_version: Version of torch's FSDP: 1.
         **kwargs: Every argument of :class:`lightning.pytorch.strategies.FSDPStrategy`. Without an `auto_wrap_policy`,
             each block that gradient checkpointing knows is wrapped, those of the vision tower too.
@@ -87,15 +90,16 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         vision_data_parallel: bool = True,
         vision_assignment: Literal["balanced", "contiguous"] = "balanced",
         vision_balance: Literal["time", "memory"] = "time",
-        vision_exchange: Literal["gather"] = "gather",
+        vision_exchange: Literal["routed", "gather"] = "routed",
         logits: Literal["shard", "whole"] = "shard",
         loss_tokens: Literal["replica", "global"] = "replica",
+        shard_frozen_tower: bool = True,
         fsdp_version: Literal[1] = 1,
         **kwargs: Any,
     ) -> None:
         _check_choice("vision_assignment", vision_assignment, ("balanced", "contiguous"))
         _check_choice("vision_balance", vision_balance, ("time", "memory"))
-        _check_choice("vision_exchange", vision_exchange, ("gather",))
+        _check_choice("vision_exchange", vision_exchange, ("routed", "gather"))
         _check_choice("logits", logits, ("shard", "whole"))
         _check_choice("loss_tokens", loss_tokens, ("replica", "global"))
         _check_choice("fsdp_version", fsdp_version, (1,))
@@ -109,6 +113,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             logits=logits,
             loss_tokens=loss_tokens,
         )
+        self._shard_frozen_tower = shard_frozen_tower
+        self._whole_towers: list[nn.Module] = []
         self._fsdp_mesh_sizes: tuple[int, ...] | None = None
         self._mesh: SequenceMesh | None = None
         self._division = Division()
@@ -204,6 +210,11 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         sequence, data = self._requested_sizes
         heads = query_heads(self.lightning_module) if self.lightning_module is not None else []
         sizes = resolve_sizes(dist.get_world_size(), sequence, data, self.num_processes, heads)
+        if sizes[1] == 1 and self._requested_sizes == ("auto", "auto") and self.num_processes > 1:
+            rank_zero_warn(
+                f"{self.strategy_name} chose groups of one rank, in which nothing is divided: no larger size divides both the "
+                f"{self.num_processes} devices of a node and the attention heads ({', '.join(map(str, heads))})."
+            )
         self._mesh = SequenceMesh(self.root_device.type, *sizes, timeout=self._timeout)
 
     def _setup_fsdp_mesh(self) -> None:
@@ -221,6 +232,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             self._refuse_one_shard(self.fsdp_mesh.size(-1))
         elif self.sharding_strategy in _HYBRID and self._on_cpu:
             raise ValueError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
+        else:
+            # FSDP then shards over the devices of a node
+            self._refuse_one_shard(self.num_processes)
 
     def _refuse_one_shard(self, shards: int) -> None:
         if self.sharding_strategy in _HYBRID and shards == 1:
@@ -244,9 +258,19 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.model is not None
-        if self.sequence_parallel_size > 1:
-            self._division = divide_models(find_models(self.model), self.mesh, self._settings)
+        divided = self.sequence_parallel_size > 1
+        if self._settings.loss_tokens == "global" and not divided:
+            raise ValueError(
+                "`loss_tokens='global'` acts in sequence groups of two ranks or more, but `sequence_parallel_size` is 1; weigh "
+                "the loss in `training_step`, or leave it out."
+            )
+        models = find_models(self.model) if divided or not self._shard_frozen_tower else []
+        self._whole_towers = [] if self._shard_frozen_tower else [self._whole_tower(model) for model in models]
+        # refuses before anything is changed
+        known_root(self.model, self._remembered_arguments)
+        self._division = divide_models(models, self.mesh, self._settings, self._whole_towers)
         super().setup(trainer)
+        self._check_wrapped(models)
         if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
             self.precision_plugin.fsdp_root = self.model
         if trainer.state.fn == TrainerFn.FITTING and self.sequence_parallel_size > 1:
@@ -258,6 +282,15 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 f"accumulate_grad_batches={size * accumulate} keeps it."
             )
 
+    def _whole_tower(self, model: VisionLanguageModel) -> nn.Module:
+        trainable = next((name for name, value in model.tower.named_parameters() if value.requires_grad), None)
+        if trainable is not None:
+            raise ValueError(
+                f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {type(model.tower).__name__} at "
+                f"'{model.name}' is trainable; freeze it or leave the argument out."
+            )
+        return model.tower.to(self.root_device)
+
     @property
     def _fsdp_arguments(self) -> dict[str, Any]:
         return {
@@ -266,15 +299,32 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             "sharding_strategy": self.sharding_strategy,
             # on the CPU Lightning's index is None, with which FSDP looks for an accelerator
             "device_id": self.root_device if self._on_cpu else self.root_device.index,
+            **({"ignored_modules": self._whole_towers} if self._whole_towers else {}),
             **self.kwargs,
         }
 
+    @property
+    def _remembered_arguments(self) -> dict[str, Any]:
+        """What later runs of the same module must not change."""
+        return {**self._fsdp_arguments, "activation_checkpointing_policy": bool(self._activation_checkpointing_kwargs)}
+
+    def _check_wrapped(self, models: list[VisionLanguageModel]) -> None:
+        assert self.model is not None
+        parts = FullyShardedDataParallel.fsdp_modules(self.model)
+        for model in models if len(self._division) else []:
+            if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
+                raise ValueError(
+                    f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
+                    "`outputs.sequence_shard`; wrap its blocks, as without a policy."
+                )
+        self.mesh.headers_first = wraps_more_than_blocks(self.model)
+
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        root = known_root(model, self._fsdp_arguments)
+        root = known_root(model, self._remembered_arguments)
         if root is not None:
             return root
-        root = wrap(model, self._fsdp_arguments)
+        root = wrap(model, self._fsdp_arguments, self._remembered_arguments)
         # what else Lightning does to a model it finds wrapped; it would drop the policy, which other modules need
         policy = self.kwargs.pop("auto_wrap_policy", None)
         try:
@@ -291,9 +341,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # collected before: processors' outputs move in place
+        collected = None if self._on_cpu else host_tensors(batch, _HOST_COPIES)
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if not self._on_cpu:
-            keep_host_copies(batch, moved, _HOST_COPIES)
+        keep_host_copies(collected, moved)
         return moved
 
     @override

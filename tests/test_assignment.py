@@ -5,7 +5,7 @@ import pytest
 
 from lightning_vdp.vision.assignment import assign, balanced, contiguous, loads
 from lightning_vdp.vision.cost import TowerCost, patches, tower_cost
-from lightning_vdp.vision.units import plan_units
+from lightning_vdp.vision.units import UnitPlan, split_frames
 
 
 def _best_contiguous(costs: list[int], ranks: int) -> int:
@@ -66,9 +66,11 @@ def test_cost_from_config_counts_window_blocks() -> None:
 
 
 def test_plan_lists_units_rank_by_rank() -> None:
-    plan = plan_units([(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)], 2, 2)
-    assert plan.patches == (16, 64, 16, 32)
-    assert plan.rows == (4, 16, 4, 8)
-    assert sorted(map(sorted, (plan.owned(0), plan.owned(1)))) == [[0, 2, 3], [1]]
-    assert sum(plan.rows_per_rank) == 32
-    assert plan.gathered_order == plan.owned(0) + plan.owned(1)
+    plan = UnitPlan(sizes=(16, 64, 16, 32), rows=(4, 16, 4, 8), costs=(1, 4, 1, 2), owners=(1, 0, 1, 1), ranks=2)
+    assert (plan.owned(0), plan.owned(1)) == ([1], [0, 2, 3])
+    assert plan.rows_per_rank == [16, 16]
+    assert plan.gathered_order == [1, 0, 2, 3]
+
+
+def test_frames_are_units_of_their_own() -> None:
+    assert split_frames([(2, 4, 6), (1, 2, 2)]) == [[1, 4, 6], [1, 4, 6], [1, 2, 2]]

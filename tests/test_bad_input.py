@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLModel
+from transformers import Qwen2_5_VLForConditionalGeneration as Qwen2_5_VL
 
 from lightning_vdp import UlyssesVisionDPStrategy
 from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
@@ -36,6 +37,12 @@ def _headless() -> nn.Module:
 def _own_loss() -> nn.Module:
     model = tiny_model(FAMILY)
     model.loss_function = lambda logits, labels, **_: logits.mean()
+    return model
+
+
+def _reentrant() -> nn.Module:
+    model = tiny_model(FAMILY).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     return model
 
 
@@ -77,6 +84,21 @@ SETUPS: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
         _qwen,
         {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
         "Hybrid sharding over a shard size of 1",
+    ),
+    "a policy that wraps the model as a whole": (
+        _qwen,
+        {"sequence_parallel_size": 2, "auto_wrap_policy": {Qwen2_5_VL}},
+        "`auto_wrap_policy` wraps Qwen2_5_VLForConditionalGeneration as a whole",
+    ),
+    "global weights without groups": (
+        _qwen,
+        {"sequence_parallel_size": 1, "loss_tokens": "global"},
+        "`loss_tokens='global'` acts in sequence groups of two ranks or more",
+    ),
+    "reentrant checkpointing": (
+        _reentrant,
+        {"sequence_parallel_size": 2},
+        "checkpoints activations with `use_reentrant=True`",
     ),
     "an FSDP mesh of another size": (
         _qwen,
@@ -156,14 +178,51 @@ STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
     ),
     "labels of another length": (
         _set("labels", lambda labels: labels[:, :-1]),
-        "`labels` has 49 positions, but the sequence has 50; make them equal",
+        "`labels` has 1 rows of 49 positions, but the sequence has 1 of 50; make them equal",
     ),
     "an attention mask of another length": (
         _set("attention_mask", lambda mask: torch.nn.functional.pad(mask, (0, 1))),
-        "`attention_mask` has 51 positions, but the sequence has 50",
+        "`attention_mask` has 1 rows of 51 positions, but the sequence has 1 of 50",
     ),
     "no token types": (_without("mm_token_type_ids"), "`mm_token_type_ids` is missing"),
     "no input": (_without("input_ids"), "the forward got neither `input_ids` nor `inputs_embeds`"),
+    "labels of another batch": (
+        _set("labels", lambda labels: labels.repeat(2, 1)),
+        "`labels` has 2 rows of 50 positions, but the sequence has 1 of 50",
+    ),
+    "a label beyond the vocabulary": (
+        _set("labels", lambda labels: labels.clamp(min=5000)),
+        "`labels` holds the id 5000, but the vocabulary has 128; use the model's own tokenizer",
+    ),
+    "an id beyond the vocabulary": (
+        _set("input_ids", lambda ids: ids.where(ids != ids[0, 0], 128)),
+        "`input_ids` holds the id 128",
+    ),
+    "position ids of another length": (
+        _add("position_ids", torch.zeros(3, 1, 4, dtype=torch.int64)),
+        "`position_ids` has shape [3, 1, 4], but the sequence has 1 rows of 50 positions",
+    ),
+    "position ids of a wrong rank": (
+        _add("position_ids", torch.zeros(50, dtype=torch.int64)),
+        "`position_ids` has shape [50]",
+    ),
+    "a grid of two columns": (
+        _set("image_grid_thw", lambda grid: grid[:, :2]),
+        "the input cannot be read (ValueError: not enough values to unpack",
+    ),
+    "ids without a batch": (_set("input_ids", lambda ids: ids[0]), "the input cannot be read"),
+    "pixels in a list": (
+        _set("pixel_values", lambda pixels: pixels.tolist()),
+        "the input cannot be read (AttributeError: 'list' object has no attribute 'shape')",
+    ),
+    "pixels of no image": (
+        lambda batch: batch.update(
+            pixel_values=torch.zeros(0, 96), image_grid_thw=torch.zeros(0, 3, dtype=torch.int64)
+        ),
+        "`pixel_values` is there but holds no image; leave it out of batches without images",
+    ),
+    "a cache": (_add("use_cache", True), "`use_cache` is not available"),
+    "a tuple": (_add("return_dict", False), "`return_dict=False` leaves no place"),
     "hidden states": (_add("output_hidden_states", True), "`output_hidden_states` is not available"),
     "attentions": (_add("output_attentions", True), "`output_attentions` is not available"),
     "logits to keep": (_add("logits_to_keep", 1), "`logits_to_keep` would pick positions of each rank's shard"),
@@ -171,7 +230,7 @@ STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
 }
 
 
-def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int) -> None:
+def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int, policy: Any = None) -> None:
     class Module(ParityModule):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             if batch_idx == 1 and self.global_rank in bad_ranks:
@@ -179,7 +238,8 @@ def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int
             return super().training_step(batch, batch_idx)
 
     loader = Batches([tiny_batch(FAMILY, seed=seed, dtype=torch.float32) for seed in range(3)])
-    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=size)
+    arguments = {} if policy is None else {"auto_wrap_policy": policy}
+    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=size, **arguments)
     quiet_trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy).fit(Module(tiny_model(FAMILY)), loader)
 
 
@@ -189,6 +249,14 @@ def test_bad_step_on_one_rank_is_refused_alike_on_every_rank(case: str) -> None:
     failure = same_failure(_step, 2, change, (1,), 2)
     assert failure.startswith("StepError: Bad input, found before the step: rank 1: "), failure
     assert message in failure, failure
+
+
+@pytest.mark.parametrize("policy", [{nn.Embedding}, {Qwen2_5_VLModel}], ids=str)
+@pytest.mark.parametrize("change", [_one_more_image_token, _without("mm_token_type_ids")], ids=["tokens", "types"])
+def test_bad_step_is_refused_when_other_modules_than_blocks_gather_weights(policy: Any, change: Any) -> None:
+    assert same_failure(_step, 2, change, (1,), 2, policy).startswith(
+        "StepError: Bad input, found before the step: rank 1"
+    )
 
 
 def test_bad_step_of_one_replica_is_refused_on_the_other() -> None:

@@ -1,5 +1,6 @@
 """Rows of the exactness harness: each compares a fit in simulated ranks with one plain process, in float64."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -132,6 +133,7 @@ def test_gradient_clipping(algorithm: str) -> None:
         {"vision_data_parallel": False},
         {"logits": "whole"},
         {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"auto_wrap_policy": {nn.Embedding}},
     ],
     ids=lambda strategy: ", ".join(f"{name}={value}" for name, value in strategy.items()),
 )
@@ -188,6 +190,15 @@ def _global_tokens_module() -> ParityModule:
     return make_module("qwen2_5_vl")
 
 
+class _Shifted(ParityModule):
+    """Labels that are shifted already, of which a replica counts fewer than it has."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
+        shifted[:, ::3] = -100
+        return super().training_step({**batch, "shift_labels": shifted}, batch_idx)
+
+
 class _TokenWeighted(ParityModule):
     """One process that weighs its two micro-batches by their labels."""
 
@@ -202,8 +213,34 @@ class _TokenWeighted(ParityModule):
 
 def _weighted_or_global(counts: list[int]) -> ParityModule:
     model = tiny_model("qwen2_5_vl").train()
-    alone = int(__import__("os").environ["WORLD_SIZE"]) == 1
+    alone = int(os.environ["WORLD_SIZE"]) == 1
     return _TokenWeighted(model, counts) if alone else ParityModule(model)
+
+
+def _shifted(counts: list[int]) -> ParityModule:
+    class Weighted(_Shifted):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            pair = counts[batch_idx // 2 * 2 : batch_idx // 2 * 2 + 2]
+            return super().training_step(batch, batch_idx) * counts[batch_idx] / (sum(pair) / 2)
+
+    model = tiny_model("qwen2_5_vl").train()
+    return Weighted(model) if int(os.environ["WORLD_SIZE"]) == 1 else _Shifted(model)
+
+
+def test_global_token_weights_of_shifted_labels() -> None:
+    mixed = [tiny_batch("qwen2_5_vl", seed=seed, rows=[[(1, 4, 4)]], text=4 + 5 * (seed % 2)) for seed in range(6)]
+    counts = []
+    for batch in mixed:
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
+        shifted[:, ::3] = -100
+        counts.append(int((shifted != -100).sum()))
+    assert_parity(
+        partial(_shifted, counts),
+        mixed,
+        world_size=4,
+        sequence_parallel_size=2,
+        strategy_arguments={"loss_tokens": "global"},
+    )
 
 
 def test_global_token_weights() -> None:

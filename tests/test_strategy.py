@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,84 @@ def test_another_sharding_of_a_wrapped_module_is_refused() -> None:
     messages = run_ranks(_other_sharding_afterwards, 2)
     assert messages[0] == messages[1]
     assert "`sharding_strategy`" in messages[0]
+
+
+def _precision_afterwards() -> set[torch.dtype]:
+    module = ParityModule(tiny_model(FAMILY))
+    loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
+    quiet_trainer(devices=2, strategy=strategy()).fit(module, loader)
+    with pytest.raises(ValueError, match="other values of `mixed_precision`"):
+        quiet_trainer(devices=2, strategy=strategy(), precision="bf16-true").validate(module, loader)
+    assert traces(module) == []
+    return {parameter.dtype for parameter in module.parameters()}
+
+
+def test_a_refused_run_changes_nothing() -> None:
+    assert run_ranks(_precision_afterwards, 2) == [{torch.float32}] * 2
+
+
+class _Stopping(ParityModule):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        raise InterruptedError("in the middle of a step")
+
+
+def _after_a_stop() -> None:
+    module = _Stopping(tiny_model(FAMILY))
+    loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
+    with pytest.raises(InterruptedError):
+        quiet_trainer(devices=2, strategy=strategy()).fit(module, loader)
+    with pytest.raises(ValueError, match="An earlier run of _Stopping stopped in the middle of a step"):
+        quiet_trainer(devices=2, strategy=strategy()).fit(module, loader)
+
+
+def test_a_module_whose_run_stopped_in_a_step_is_refused() -> None:
+    run_ranks(_after_a_stop, 2)
+
+
+def _in_another_module() -> None:
+    model = tiny_model(FAMILY)
+    loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
+    quiet_trainer(devices=2, strategy=strategy()).fit(ParityModule(model), loader)
+    with pytest.raises(
+        ValueError, match="A part of ParityModule was wrapped by FSDP in an earlier run as part of another"
+    ):
+        quiet_trainer(devices=2, strategy=strategy()).fit(ParityModule(model), loader)
+
+
+def test_a_wrapped_model_in_another_module_is_refused() -> None:
+    run_ranks(_in_another_module, 2)
+
+
+def _count_groups() -> list[int]:
+    counts = []
+    for _ in range(3):
+        loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
+        chosen = strategy(timeout=timedelta(seconds=77))
+        quiet_trainer(devices=4, strategy=chosen).fit(ParityModule(tiny_model(FAMILY)), loader)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        for group in (chosen.mesh.sequence_group, chosen.mesh.data_parallel_group, chosen.mesh.header_group):
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    return counts
+
+
+def test_process_groups_are_made_once() -> None:
+    for counts in run_ranks(_count_groups, 4):
+        assert len(set(counts)) == 1
+
+
+def _foreign_lookup() -> None:
+    dist.init_process_group("gloo")
+    own = ALL_ATTENTION_FUNCTIONS.get_interface
+    vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = foreign = lambda *args: own(*args)
+    mesh = SequenceMesh("cpu", 1, 2)
+    division = divide_models(find_models(tiny_model(FAMILY)), mesh, Settings())
+    assert ALL_ATTENTION_FUNCTIONS.get_interface is not foreign
+    division.undo()
+    assert ALL_ATTENTION_FUNCTIONS.get_interface is foreign
+
+
+def test_somebody_elses_attention_lookup_is_put_back() -> None:
+    run_ranks(_foreign_lookup, 2)
 
 
 # ---- copies and neighbours

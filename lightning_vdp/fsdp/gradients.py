@@ -29,11 +29,12 @@ def gradient_norm(root: nn.Module, parameters: Iterable[nn.Parameter]) -> Tensor
     wide = any(parameter.dtype == torch.float64 for parameter in parameters)
     dtype = torch.float64 if wide else torch.float32
     sharded = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD
-    device = next(root.parameters()).device
+    # not that of the gradients, which may be offloaded
+    device = getattr(root, "compute_device", None) or next(root.parameters()).device
     squares = torch.zeros((), dtype=dtype, device=device)
     if gradients:
         norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
-        squares = torch.linalg.vector_norm(torch.stack(norms)).square()
+        squares = torch.linalg.vector_norm(torch.stack(norms)).square().to(device)
     if sharded:
         dist.all_reduce(squares, group=root.process_group)
     return squares.sqrt()
@@ -53,5 +54,5 @@ def clip_gradient_norm(root: nn.Module, parameters: Iterable[nn.Parameter], max_
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
     return norm

@@ -69,8 +69,9 @@ class UlyssesVisionDPPrecision(FSDPPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if "mixed" not in self.precision:
             return _DtypeContextManager(self._desired_input_dtype)
-        device_type = "cuda" if self.fsdp_root is None else next(self.fsdp_root.parameters()).device.type
-        return torch.autocast(device_type, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+        # not that of the parameters, which may be offloaded
+        device = getattr(self.fsdp_root, "compute_device", torch.device("cuda"))
+        return torch.autocast(device.type, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -6,11 +6,14 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from lightning_vdp.models import is_block
+from lightning_vdp.models import is_block, unwrap
 
-__all__ = ["WrappedRoot", "known_root", "wrap"]
+__all__ = ["WrappedRoot", "known_root", "wrap", "wraps_more_than_blocks"]
 
 _ROOT = "_vdp_fsdp_root"
+_PART = "_vdp_fsdp_part"
+# what acts only while wrapping, so that a later run may leave it out or give it anew
+_FOR_WRAPPING_ONLY = {"auto_wrap_policy", "param_init_fn"}
 
 
 class WrappedRoot:
@@ -31,39 +34,65 @@ class WrappedRoot:
 def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None:
     """Returns the root that an earlier run left on a module, or None.
 
+    Args:
+        module: The LightningModule.
+        arguments: What this run would wrap it with.
+
     Raises:
-        ValueError: If the earlier run wrapped it with other arguments, which FSDP cannot change afterwards.
+        ValueError: If the earlier run wrapped it with other arguments, which FSDP cannot change afterwards, or stopped
+            in the middle of a forward, or if parts of it belong to another LightningModule.
     """
+    name = type(module).__name__
     known: WrappedRoot | None = vars(module).get(_ROOT)
     if known is None:
+        if any(_PART in vars(child) for child in module.modules()):
+            raise ValueError(
+                f"A part of {name} was wrapped by FSDP in an earlier run as part of another LightningModule, which cannot be "
+                "undone; keep using that one, or build the model anew and load its weights from a checkpoint."
+            )
         return None
     changed = [
-        name
-        for name in sorted(known.arguments.keys() | arguments.keys())
-        if name != "auto_wrap_policy" and known.arguments.get(name) != arguments.get(name)
+        argument
+        for argument in sorted((known.arguments.keys() | arguments.keys()) - _FOR_WRAPPING_ONLY)
+        if known.arguments.get(argument) != arguments.get(argument)
     ]
     if changed:
         raise ValueError(
-            f"{type(module).__name__} was wrapped by FSDP in an earlier run with other values of "
-            f"{', '.join(f'`{name}`' for name in changed)}, which cannot be changed afterwards; build the module anew."
+            f"{name} was wrapped by FSDP in an earlier run with other values of "
+            f"{', '.join(f'`{argument}`' for argument in changed)}, which cannot be changed afterwards; build the module anew."
+        )
+    if any(part.training_state.name != "IDLE" for part in FullyShardedDataParallel.fsdp_modules(known.root)):
+        raise ValueError(
+            f"An earlier run of {name} stopped in the middle of a step, which leaves its weights gathered in part; build the "
+            "module anew and continue from a checkpoint."
         )
     return known.root
 
 
-def wrap(module: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+def wrap(module: nn.Module, arguments: dict[str, Any], remembered: dict[str, Any]) -> nn.Module:
     """Wraps a module with FSDP1, by default each block that gradient checkpointing knows and then the root.
 
     Args:
         module: The LightningModule; submodules may be wrapped already.
         arguments: For :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
+        remembered: What `known_root` compares in later runs.
 
     Returns:
-        The root, which is also remembered for later runs.
+        The root.
     """
     policy = arguments.get("auto_wrap_policy") or CustomPolicy(is_block)
     if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
         # the user wrapped submodules in `configure_model`; the root takes the rest
         policy = None
+    parts = list(module.children())
     root = FullyShardedDataParallel(module, **{**arguments, "auto_wrap_policy": policy})
-    vars(module)[_ROOT] = WrappedRoot(root, arguments)
+    vars(module)[_ROOT] = WrappedRoot(root, remembered)
+    for part in parts:
+        vars(part)[_PART] = True
     return root
+
+
+def wraps_more_than_blocks(root: nn.Module) -> bool:
+    """Whether FSDP gathers weights of other modules than blocks on their own, such as an embedding's."""
+    parts = FullyShardedDataParallel.fsdp_modules(root)
+    return any(not is_block(part) for part in parts if unwrap(part) is not unwrap(root))

@@ -177,6 +177,8 @@ class _AttentionDispatcher:
 
     def __init__(self) -> None:
         self.users = 0
+        self._before: Any = None
+        self._own: Any = None
 
     def acquire(self) -> None:
         """Installs the dispatcher for one more user.
@@ -201,13 +203,18 @@ class _AttentionDispatcher:
         def get_interface(*args: Any, **kwargs: Any) -> AttentionFunction:
             return _dispatching(lookup(*args, **kwargs))
 
-        vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+        self._before = vars(ALL_ATTENTION_FUNCTIONS).get("get_interface")
+        self._own = vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
 
     def release(self) -> None:
         """Takes the dispatcher out with its last user."""
         self.users -= 1
-        if self.users == 0:
-            del vars(ALL_ATTENTION_FUNCTIONS)["get_interface"]
+        if self.users or vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is not self._own:
+            # still in use, or somebody wrapped it since, for whom it stays and does nothing
+            return
+        del vars(ALL_ATTENTION_FUNCTIONS)["get_interface"]
+        if self._before is not None:
+            vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = self._before
 
 
 attention_dispatcher = _AttentionDispatcher()

@@ -30,17 +30,12 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
     call.attended = {}
     levels = kwargs.get("deepstack_visual_embeds")
     if levels is not None:
-        mask, rows = _local_rows(kwargs["visual_pos_masks"], call)
-        kwargs["visual_pos_masks"] = mask
-        kwargs["deepstack_visual_embeds"] = [level[rows] for level in levels]
+        mask = kwargs["visual_pos_masks"]
+        kwargs["visual_pos_masks"] = local = shard_sequence(mask, call.shard)
+        if not call.routes:
+            rows = (shard_sequence(mask.flatten().cumsum(0).view_as(mask), call.shard) - 1)[local]
+            kwargs["deepstack_visual_embeds"] = [level[rows] for level in levels]
     return args, kwargs
-
-
-def _local_rows(mask: Tensor, call: ForwardCall) -> tuple[Tensor, Tensor]:
-    """Cuts the mask of visual positions ``[B, S]``; also returns the indices of the features that fall into the shard."""
-    local = shard_sequence(mask, call.shard)
-    rows = shard_sequence(mask.flatten().cumsum(0).view_as(mask), call.shard) - 1
-    return local, rows[local]
 
 
 def shard_layer_inputs(first: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

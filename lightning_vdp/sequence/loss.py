@@ -21,9 +21,9 @@ def shift(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
     return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def count_tokens(labels: Tensor, ignore_index: int = IGNORED) -> int:
-    """Number of labels ``[B, S]`` that count after the shift."""
-    return int((labels[..., 1:] != ignore_index).sum())
+def count_tokens(labels: Tensor, shifted: bool = False, ignore_index: int = IGNORED) -> int:
+    """Number of labels ``[B, S]`` that count; those that are not shifted yet lose their first position."""
+    return int(((labels if shifted else labels[..., 1:]) != ignore_index).sum())
 
 
 def sharded_causal_loss(
@@ -68,7 +68,7 @@ def sharded_causal_loss(
 
 def _tokens_per_replica(call: ForwardCall) -> float:
     """Mean over replicas of their label counts, so that the mean over replicas weighs every token alike."""
-    counts = [header["tokens"][0] for header in call.headers.wait()[:: call.mesh.sequence_parallel_size]]
+    counts = [sum(header["tokens"]) for header in call.headers.wait()[:: call.mesh.sequence_parallel_size]]
     return max(sum(counts), 1) / len(counts)
 
 

@@ -1,6 +1,5 @@
 """Shards: the runs of sequence positions that ranks own, and moving tensors between shards and the whole."""
 
-
 import torch.distributed as dist
 from torch import Tensor
 

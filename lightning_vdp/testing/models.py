@@ -31,6 +31,27 @@ _TOWER: dict[str, Any] = {
 }
 _DEEPSTACK = {**_TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 32,
+}
+_INTERNVL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": [16, 16],
+    "patch_size": [4, 4],
+}
+# tokens of an image of a family whose images all have one size
+_FIXED_TOKENS = {"llava": 16, "internvl": 4}
+
 TINY_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VL",
@@ -64,6 +85,8 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    "llava": ("Llava", _CLIP, {"model_type": "llama"}),
+    "internvl": ("InternVL", _INTERNVL, {"model_type": "qwen2"}),
 }
 """By model type: the stem of its classes in transformers, the tower's config, and what its text config adds."""
 
@@ -108,6 +131,8 @@ def tiny_model(
     if model_type.startswith("qwen3"):
         rope["mrope_interleaved"] = True
         fields["head_dim"] = width
+    if model_type in _FIXED_TOKENS:
+        del rope["mrope_section"]
     experts = fields.pop("experts_implementation", None)
     config = getattr(transformers, f"{stem}Config")(
         text_config={**fields, **text}, vision_config=dict(vision), tie_word_embeddings=False, **_IDS
@@ -126,6 +151,10 @@ def tiny_model(
 Grid = tuple[int, int, int]
 
 
+def _image_tokens(model_type: str, grid: Grid) -> int:
+    return _FIXED_TOKENS.get(model_type, grid[1] * grid[2] // 4)
+
+
 def _row(
     model_type: str, images: Sequence[Grid], videos: Sequence[Grid], text: int, draw: torch.Generator
 ) -> list[int]:
@@ -133,8 +162,8 @@ def _row(
         return torch.randint(3, 100, (count,), generator=draw).tolist()
 
     ids = words(text)
-    for _, height, width in images:
-        ids += [VISION_START, *[IMAGE_TOKEN] * (height * width // 4), VISION_END, *words(text)]
+    for grid in images:
+        ids += [VISION_START, *[IMAGE_TOKEN] * _image_tokens(model_type, grid), VISION_END, *words(text)]
     for time, height, width in videos:
         # from Qwen3-VL on, each frame stands between markers of its own
         frames = time if model_type.startswith("qwen3") else 1
@@ -157,7 +186,8 @@ def tiny_batch(
 
     Args:
         model_type: One of `TINY_FAMILIES`.
-        rows: For each row of the batch, the grids ``(time, height, width)`` of its images.
+        rows: For each row of the batch, the grids ``(time, height, width)`` of its images; families whose images have
+            one size take their number alone.
         videos: For each row, the grids of its videos.
         text: Words around each image.
         seed: Of words and pixels.
@@ -182,6 +212,12 @@ def tiny_batch(
         "labels": labels,
         "mm_token_type_ids": (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int(),
     }
+    if model_type in _FIXED_TOKENS:
+        del batch["mm_token_type_ids"]
+        images = sum(map(len, rows))
+        if images:
+            batch["pixel_values"] = torch.randn(images, 3, 16, 16, generator=draw, dtype=torch.float64).to(dtype)
+        return batch
     for grids, pixels, name in ((rows, "pixel_values", "image"), (videos, "pixel_values_videos", "video")):
         units = [grid for row in grids for grid in row]
         if units:

@@ -288,6 +288,8 @@ def measure_parity(
     records: list[FitRecord] = run_ranks(
         _fit_divided, world_size, make_module, batches, world_size, strategy, divided, timeout=timeout
     )
+    if not all(torch.isfinite(value).all() for step in truth.gradients for value in step.values()):
+        raise AssertionError("One process has gradients that are not finite: the batches show nothing.")
     first = records[0]
     steps = len(truth.gradients)
     if steps == 0 or len(first.gradients) != steps:

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_vdp.vision.assignment import assign
-from lightning_vdp.vision.cost import TowerCost, patches
-
-__all__ = ["UnitPlan", "plan_units"]
+__all__ = ["UnitPlan", "split_frames"]
 
 
 @dataclass(frozen=True)
@@ -14,16 +11,20 @@ class UnitPlan:
     """Which rank of a sequence group encodes which unit.
 
     Args:
-        patches: Patches of each unit.
+        sizes: Rows of the pixel tensor that each unit takes: its patches, or 1 where each row is an image.
         rows: Rows of features that each unit yields.
+        costs: Predicted cost of each unit.
         owners: Rank in the group of each unit's owner.
         ranks: Size of the group.
+        frames: Units that each row of the grid was split into; empty if rows are units.
     """
 
-    patches: tuple[int, ...]
+    sizes: tuple[int, ...]
     rows: tuple[int, ...]
+    costs: tuple[int, ...]
     owners: tuple[int, ...]
     ranks: int
+    frames: tuple[int, ...] = ()
 
     def owned(self, rank: int) -> list[int]:
         """Indices of the units that a rank owns, ascending."""
@@ -43,22 +44,6 @@ class UnitPlan:
         return sorted(range(len(self.owners)), key=lambda unit: (self.owners[unit], unit))
 
 
-def plan_units(
-    grids: Sequence[Sequence[int]],
-    ranks: int,
-    merge_size: int,
-    method: str = "balanced",
-    cost: TowerCost | None = None,
-) -> UnitPlan:
-    """Gives the units of one modality owners.
-
-    Args:
-        grids: ``(time, height, width)`` of each unit in patches; height and width are multiples of `merge_size`.
-        ranks: Size of the sequence group.
-        merge_size: Patches along one side that the projector merges into one row.
-        method: "balanced" or "contiguous".
-        cost: What balances loads. Default: the number of patches.
-    """
-    counts = patches(grids)
-    owners = assign(counts if cost is None else cost(grids), ranks, method)
-    return UnitPlan(tuple(counts), tuple(count // merge_size**2 for count in counts), tuple(owners), ranks)
+def split_frames(grids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Makes each frame of a ``(time, height, width)`` grid a unit of its own."""
+    return [[1, height, width] for time, height, width in grids for _ in range(time)]

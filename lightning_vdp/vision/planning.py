@@ -1,0 +1,85 @@
+"""From a forward's arguments to plans: what its units are, who owns them and where their features go."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_vdp.call import ForwardCall, Settings, host_copy
+from lightning_vdp.checks import count_placeholders, grids_of
+from lightning_vdp.models import Modality
+from lightning_vdp.vision.assignment import assign
+from lightning_vdp.vision.cost import patches, tower_cost
+from lightning_vdp.vision.routes import Routes, plan_routes
+from lightning_vdp.vision.units import UnitPlan, split_frames
+
+__all__ = ["UnitDraft", "assign_units", "list_units", "route_units"]
+
+
+@dataclass(frozen=True)
+class UnitDraft:
+    """The units of one modality in a batch, before they have owners.
+
+    Args:
+        sizes: Rows of the pixel tensor that each takes.
+        rows: Rows of features that each yields.
+        grids: ``(time, height, width)`` of each in patches; empty where each row of the pixels is a unit.
+        frames: Units that each row of the grid was split into; empty if rows are units.
+    """
+
+    sizes: tuple[int, ...]
+    rows: tuple[int, ...]
+    grids: tuple[tuple[int, ...], ...] = ()
+    frames: tuple[int, ...] = ()
+
+
+def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any) -> UnitDraft:
+    """Lists the units of one modality, from checked arguments of a forward that has its pixels.
+
+    Args:
+        modality: The modality.
+        arguments: The forward's arguments by name.
+        config: The model's config.
+    """
+    if modality.grid is None:
+        count = len(arguments[modality.pixels])
+        tokens = count_placeholders(arguments["input_ids"], modality, config)
+        return UnitDraft((1,) * count, (tokens // count,) * count)
+    grids = grids_of(arguments, modality)
+    frames: tuple[int, ...] = ()
+    if modality.splits_frames and any(time > 1 for time, _, _ in grids):
+        frames = tuple(time for time, _, _ in grids)
+        grids = split_frames(grids)
+    sizes = patches(grids)
+    merged = int(config.vision_config.spatial_merge_size) ** 2
+    return UnitDraft(tuple(sizes), tuple(size // merged for size in sizes), tuple(map(tuple, grids)), frames)
+
+
+def assign_units(draft: UnitDraft, config: Any, settings: Settings, ranks: int) -> UnitPlan:
+    """Gives units owners such that predicted costs are even.
+
+    Args:
+        draft: The units.
+        config: The model's config.
+        settings: What is balanced, and how.
+        ranks: Size of the sequence group.
+    """
+    costs = draft.sizes
+    if draft.grids and settings.vision_balance == "time":
+        costs = tuple(tower_cost(config.vision_config)(draft.grids))
+    owners = tuple(assign(costs, ranks, settings.vision_assignment))
+    return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
+
+
+def route_units(modality: Modality, ids: Tensor, config: Any, call: ForwardCall) -> Routes:
+    """Finds where this rank's features go and where those of its shard come from.
+
+    Args:
+        modality: The modality.
+        ids: Input ids of the batch, shape ``[B, S]``.
+        config: The model's config.
+        call: The forward.
+    """
+    columns = (host_copy(ids) == getattr(config, modality.token_id)).nonzero()[:, 1]
+    return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)
