@@ -20,6 +20,7 @@ from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import IMAGE, find_models
 from lightning_vdp.testing import (
     Batches,
+    GradientRecorder,
     ParityModule,
     assert_parity,
     quiet_trainer,
@@ -346,6 +347,37 @@ def _overflow() -> tuple[bool, bool]:
 def test_dummy_brings_no_nan_when_pixels_overflow() -> None:
     # without FSDP, so that each rank's own contribution can be seen: one image has one owner
     assert sorted(run_ranks(_overflow, 2)) == [(False, False), (True, True)]
+
+
+# ---- precision
+
+
+def _gradients(precision: str, family: str, rows: Any) -> list[dict[str, Tensor]]:
+    ranks = int(os.environ["WORLD_SIZE"])
+    arguments: dict[str, Any] = {"strategy": UlyssesVisionDPStrategy(sequence_parallel_size=ranks)} if ranks > 1 else {}
+    recorder = GradientRecorder()
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    batch = tiny_batch(family, rows=rows, dtype=dtype)
+    trainer = quiet_trainer(devices=ranks, precision=precision, callbacks=[recorder], **arguments)
+    trainer.fit(make_module(family), Batches([batch]))
+    return recorder.record.gradients
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("qwen2_5_vl", THREE), ("qwen3_vl", THREE), ("qwen3_vl", [[(1, 6, 8)]]), ("llava", [[(1, 1, 1)]])],
+)
+def test_bf16_error_is_at_most_half_above_that_of_one_process(family: str, rows: Any) -> None:
+    truth = run_ranks(_gradients, 1, "64-true", family, rows)[0][0]
+
+    def error(ranks: int) -> float:
+        (gradients,) = run_ranks(_gradients, ranks, "bf16-mixed", family, rows)[0]
+        squares = sum(float((gradients[name].double() - value).square().sum()) for name, value in truth.items())
+        return (squares / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
+
+    alone = error(1)
+    assert 1e-4 < alone < 0.05
+    assert error(2) <= 1.5 * alone
 
 
 # ---- what ranks report

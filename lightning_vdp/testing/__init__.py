@@ -5,6 +5,7 @@ from lightning_vdp.testing.models import TINY_FAMILIES, tiny_batch, tiny_model
 from lightning_vdp.testing.parity import (
     Batches,
     FitRecord,
+    GradientRecorder,
     ParityModule,
     ParityReport,
     assert_parity,
@@ -18,6 +19,7 @@ __all__ = [
     "TINY_FAMILIES",
     "Batches",
     "FitRecord",
+    "GradientRecorder",
     "ParityModule",
     "ParityReport",
     "PromoteFloat32",

@@ -21,6 +21,7 @@ from lightning_vdp.testing.processes import run_ranks
 __all__ = [
     "Batches",
     "FitRecord",
+    "GradientRecorder",
     "ParityModule",
     "ParityReport",
     "assert_parity",
@@ -103,7 +104,9 @@ def whole_parameters(root: nn.Module) -> dict[str, Tensor]:
         return {_clean(name): parameter.detach().clone() for name, parameter in root.named_parameters()}
 
 
-class _Recorder(Callback):
+class GradientRecorder(Callback):
+    """Records what one fit did in its `record`, a `FitRecord`."""
+
     def __init__(self) -> None:
         self.record = FitRecord()
 
@@ -165,7 +168,7 @@ class Batches:
 
 
 def _fit(module: pl.LightningModule, batches: Sequence[Any], **arguments: Any) -> FitRecord:
-    recorder = _Recorder()
+    recorder = GradientRecorder()
     with PromoteFloat32():
         quiet_trainer(callbacks=[recorder], **arguments).fit(module, train_dataloaders=Batches(batches))
     return recorder.record
