@@ -7,6 +7,7 @@ from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.header import StepError
 from lightning_vdp.registration import register
 from lightning_vdp.sequence.shards import SequenceShard, gather_sequence, sequence_mean, shard_sequence
+from lightning_vdp.sequence.tokens import token_entropy, token_log_probs
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "gather_sequence",
     "sequence_mean",
     "shard_sequence",
+    "token_entropy",
+    "token_log_probs",
 ]
 
 __version__ = "0.1.0.dev0"

@@ -17,8 +17,9 @@ from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import Family, VisionLanguageModel
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
-from lightning_vdp.sequence.loss import IGNORED, count_tokens, model_uses_causal_loss, sharded_causal_loss
+from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence
+from lightning_vdp.sequence.tokens import IGNORED
 from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units, route_units
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 

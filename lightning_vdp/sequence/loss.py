@@ -10,15 +10,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import all_reduce
 from lightning_vdp.sequence.shards import shard_sequence
+from lightning_vdp.sequence.tokens import IGNORED, by_chunks, shift
 
-__all__ = ["IGNORED", "count_tokens", "sharded_causal_loss", "shift"]
-
-IGNORED = -100
-
-
-def shift(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Moves labels ``[B, S]`` one position to the left, so that each stands where it is predicted."""
-    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+__all__ = ["count_tokens", "model_uses_causal_loss", "sharded_causal_loss"]
 
 
 def count_tokens(labels: Tensor, shifted: bool = False, ignore_index: int = IGNORED) -> int:
@@ -55,10 +49,12 @@ def sharded_causal_loss(
         )
     whole = shift(labels, ignore_index) if shift_labels is None else shift_labels
     targets = shard_sequence(whole, call.shard).to(logits.device)
-    summed = functional.cross_entropy(
-        logits.float().reshape(-1, vocab_size), targets.reshape(-1), ignore_index=ignore_index, reduction="sum"
-    )
-    summed = all_reduce(summed, call.shard.group)
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")
+
+    sums = by_chunks(cross_entropy, logits.reshape(-1, vocab_size), targets.reshape(-1))
+    summed = all_reduce(torch.stack(sums).sum(), call.shard.group)
     if num_items_in_batch is not None:
         return summed / num_items_in_batch
     if call.settings.loss_tokens == "global":
