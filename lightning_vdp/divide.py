@@ -122,11 +122,10 @@ def divide_models(
 
 def _check_divisible(model: VisionLanguageModel, ranks: int) -> None:
     heads = model.query_heads
-    if heads % ranks:
-        possible = [size for size in range(1, heads + 1) if heads % size == 0]
+    if heads < ranks:
         raise ValueError(
             f"`sequence_parallel_size` is {ranks}, but {type(model.base).__name__} at '{model.name}' has {heads} attention "
-            f"heads, which {ranks} ranks cannot divide evenly; sizes that work are {possible}."
+            f"heads, of which each rank needs one; sizes that work are 1 to {heads}."
         )
     if any(_is_reentrant(module) for module in model.base.modules()):
         raise ValueError(

@@ -139,7 +139,7 @@ def _fit_four(heads: int) -> None:
 
 def test_size_above_the_head_count_is_refused_with_the_sizes_that_work() -> None:
     failure = same_failure(_fit_four, 4, 2)
-    assert "has 2 attention heads, which 4 ranks cannot divide evenly; sizes that work are [1, 2]" in failure
+    assert "has 2 attention heads, of which each rank needs one; sizes that work are 1 to 2" in failure
 
 
 def _without(name: str) -> Callable[[Batch], None]:

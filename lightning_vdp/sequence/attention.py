@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import all_to_all
-from lightning_vdp.sequence.shards import SequenceShard
+from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
 
 __all__ = ["attention_dispatcher", "head_split", "ulysses_attention"]
 
@@ -40,17 +40,17 @@ class HeadSplit(NamedTuple):
 
 @functools.lru_cache
 def head_split(query_heads: int, key_value_heads: int, ranks: int) -> tuple[HeadSplit, ...]:
-    """Divides heads over ranks: query heads evenly, and to each rank the kv heads that these read.
+    """Divides heads over ranks: query heads as evenly as they go, and to each rank the kv heads that these read.
 
     Raises:
-        ValueError: If the ranks do not divide the query heads.
+        ValueError: If there are more ranks than query heads.
     """
-    if query_heads % ranks:
+    if query_heads < ranks:
         raise ValueError(f"{query_heads} query heads cannot be divided over {ranks} ranks.")
-    per_rank, group = query_heads // ranks, query_heads // key_value_heads
+    sizes, group = shard_sizes(query_heads, ranks), query_heads // key_value_heads
     splits = []
     for rank in range(ranks):
-        query = range(rank * per_rank, (rank + 1) * per_rank)
+        query = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         key_value = range(query[0] // group, query[-1] // group + 1)
         splits.append(HeadSplit(query, key_value, tuple(head // group - key_value[0] for head in query)))
     return tuple(splits)
@@ -91,14 +91,14 @@ def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceSh
     return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
 
 
-def _to_sequence(x_BSHD: Tensor, shard: SequenceShard) -> Tensor:
-    """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``."""
-    batch, _, heads, width = x_BSHD.shape
-    sent = [batch * size * heads * width for size in shard.sizes]
-    received = [sent[shard.rank]] * len(shard.sizes)
+def _to_sequence(x_BSHD: Tensor, heads: list[int], shard: SequenceShard) -> Tensor:
+    """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
+    batch, _, own, width = x_BSHD.shape
+    sent = [batch * size * own * width for size in shard.sizes]
+    received = [batch * shard.size * count * width for count in heads]
     flat = all_to_all(x_BSHD.transpose(0, 1).contiguous().view(-1), sent, received, shard.group)
-    x_RTBHD = flat.view(len(shard.sizes), shard.size, batch, heads, width)
-    return x_RTBHD.permute(2, 1, 0, 3, 4).reshape(batch, shard.size, len(shard.sizes) * heads, width)
+    chunks = [chunk.view(shard.size, batch, count, width) for chunk, count in zip(flat.split(received), heads)]
+    return torch.cat(chunks, dim=2).transpose(0, 1)
 
 
 def ulysses_attention(
@@ -154,8 +154,11 @@ def ulysses_attention(
         seen = _ModuleView(module, num_key_value_groups=groups)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
         attention_mask = attention_mask[:, mine.query.start : mine.query.stop]
+    if isinstance(kwargs.get("s_aux"), Tensor):
+        # one attention sink for each query head
+        kwargs["s_aux"] = kwargs["s_aux"][mine.query.start : mine.query.stop]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
-    return _to_sequence(output, shard), None
+    return _to_sequence(output, [len(split.query) for split in splits], shard), None
 
 
 @functools.lru_cache
