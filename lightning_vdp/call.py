@@ -45,6 +45,7 @@ class Settings:
     vision_exchange: Literal["routed", "gather"] = "routed"
     logits: Literal["shard", "whole"] = "shard"
     loss_tokens: Literal["replica", "global"] = "replica"
+    verify_first_batch: bool = True
 
 
 class ForwardCall:
@@ -62,6 +63,7 @@ class ForwardCall:
         device: Where the batch is.
         lockstep: Whether towers hold collectives, so that ranks must run them alike.
         observers: Are told what the tower did.
+        whole: Whether each rank runs the decoder on the whole sequence; towers are divided all the same.
     """
 
     __slots__ = (
@@ -80,6 +82,7 @@ class ForwardCall:
         "routes",
         "settings",
         "shard",
+        "whole",
     )
 
     def __init__(
@@ -93,6 +96,7 @@ class ForwardCall:
         device: torch.device,
         lockstep: bool = True,
         observers: LoadObservers | tuple[()] = (),
+        whole: bool = False,
     ) -> None:
         self.mesh = mesh
         self.settings = settings
@@ -103,6 +107,7 @@ class ForwardCall:
         self.device = device
         self.lockstep = lockstep
         self.observers = observers
+        self.whole = whole
         self.routes: Mapping[str, Routes] = {}
         self.base: nn.Module | None = None
         self.attended: dict[int, int] = {}

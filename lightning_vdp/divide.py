@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,12 +15,13 @@ from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_hos
 from lightning_vdp.checks import describe_bad_input
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import Family, VisionLanguageModel
+from lightning_vdp.models import DividedModel, Family
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
-from lightning_vdp.sequence.shards import gather_sequence
+from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
+from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
 from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units, route_units
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 
@@ -87,7 +89,7 @@ class Division:
 
 
 def divide_models(
-    models: Iterable[VisionLanguageModel],
+    models: Iterable[DividedModel],
     mesh: SequenceMesh,
     settings: Settings,
     undivided_towers: Collection[nn.Module] = (),
@@ -113,14 +115,16 @@ def divide_models(
     try:
         division.dispatch_attention()
         for model in models:
-            _divide_model(division, model, mesh, settings, lockstep=model.tower not in undivided_towers)
+            _divide_model(
+                division, model, mesh, settings, lockstep=model.tower is None or model.tower not in undivided_towers
+            )
     except BaseException:
         division.undo()
         raise
     return division
 
 
-def _check_divisible(model: VisionLanguageModel, ranks: int) -> None:
+def _check_divisible(model: DividedModel, ranks: int) -> None:
     heads = model.query_heads
     if heads < ranks:
         raise ValueError(
@@ -147,18 +151,30 @@ def _is_reentrant(module: nn.Module) -> bool:
     return bool(getattr(function, "keywords", {}).get("use_reentrant", True))
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """What starting a call of one model takes."""
+
+    mesh: SequenceMesh
+    settings: Settings
+    family: Family
+    lockstep: bool
+    first: FirstBatch
+
+
 def _divide_model(
-    division: Division, model: VisionLanguageModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
+    division: Division, model: DividedModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
 ) -> None:
+    start = _Entry(mesh, settings, model.family, lockstep, FirstBatch(expected=settings.verify_first_batch))
     for entry in model.entries:
-        signature = inspect.signature(type(entry).forward)
-        begin = functools.partial(_begin_call, mesh, settings, model.family, lockstep, signature)
+        begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
     enter = functools.partial(_enter_base, inspect.signature(type(model.base).forward))
     division.hook(model.base.register_forward_pre_hook, enter)
     for modality in model.family.modalities:
         division.method(model.base, modality.features, divided_features(modality))
-    division.method(model.base, "get_placeholder_mask", restricted_placeholders)
+    if model.family.modalities:
+        division.method(model.base, "get_placeholder_mask", restricted_placeholders)
     division.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
     division.hook(model.decoder.register_forward_hook, check_decoder_outputs)
     for index, layer in enumerate(model.layers):
@@ -171,28 +187,27 @@ def _divide_model(
 
 
 def _begin_call(
-    mesh: SequenceMesh,
-    settings: Settings,
-    family: Family,
-    lockstep: bool,
-    signature: inspect.Signature,
-    module: PreTrainedModel,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    entry: _Entry, signature: inspect.Signature, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Forward pre-hook of a model: starts a divided call, unless this forward is part of one or must stay whole."""
-    if CALL in kwargs or not mesh.is_open:
+    if CALL in kwargs or not entry.mesh.is_open:
         return None
     bound = signature.bind_partial(module, *args, **kwargs).arguments
-    arguments = {**bound, **bound.get("kwargs", {})}
+    arguments = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if name != "kwargs"}
+    del arguments["self"]
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
         return args, {**kwargs, CALL: None}
-    return args, {**kwargs, CALL: _start_call(mesh, settings, family, lockstep, module.config, arguments)}
+    call = _start_call(entry, module.config, arguments)
+    if entry.first.expected:
+        entry.first.expected = False
+        call.headers.wait()
+        _verify_first_batch(entry, module, arguments)
+    return args, {**kwargs, CALL: call}
 
 
-def _start_call(
-    mesh: SequenceMesh, settings: Settings, family: Family, lockstep: bool, config: Any, arguments: dict[str, Any]
-) -> ForwardCall:
+def _start_call(entry: _Entry, config: Any, arguments: dict[str, Any], whole: bool | None = None) -> ForwardCall:
+    """Starts a call; `whole` is given for the two runs that verify the first batch."""
+    mesh, settings, family = entry.mesh, entry.settings, entry.family
     error = describe_bad_input(arguments, family, config, mesh.sequence_parallel_size)
     header: dict[str, list[int]] = {}
     drafts: dict[str, UnitDraft] = {}
@@ -218,8 +233,41 @@ def _start_call(
     # planning goes on while the header is under way
     plans = {name: assign_units(draft, config, settings, mesh.sequence_parallel_size) for name, draft in drafts.items()}
     return ForwardCall(
-        mesh, settings, family, sequence.shape[1], plans, headers, sequence.device, lockstep, mesh.vision_observers
+        mesh,
+        settings,
+        family,
+        sequence.shape[1],
+        plans,
+        headers,
+        sequence.device,
+        entry.lockstep,
+        mesh.vision_observers if whole is None else (),
+        bool(whole),
     )
+
+
+def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Runs the first batch whole and divided and compares.
+
+    Raises:
+        StepError: If they differ by more than rounding on any rank; the same on every rank.
+    """
+    mesh = entry.mesh
+    short = shorten(arguments, entry.family, module.config, mesh.sequence_parallel_size)
+    # every rank of the world runs the same forwards, whatever batch it holds
+    if any(header["length"] for header in exchange_headers(mesh, {"length": [1] if short is None else []}).wait()):
+        return
+    assert short is not None
+    results: list[Tensor] = []
+    with evaluating(module):
+        for whole in (True, False):
+            call = _start_call(entry, module.config, short, whole)
+            outputs = module(**short, **{CALL: call})
+            results.append(outputs.logits if "logits" in outputs else outputs.last_hidden_state)
+    whole_result, divided = results
+    if divided.shape[1] != whole_result.shape[1]:
+        whole_result = shard_sequence(whole_result, call.shard)
+    exchange_headers(mesh, {}, describe_difference(divided, whole_result, module.config)).wait()
 
 
 def _enter_base(
@@ -230,21 +278,24 @@ def _enter_base(
     if call is None:
         return None
     call.base = base
-    bound = signature.bind_partial(base, *args, **kwargs)
-    ids = bound.arguments.get("input_ids")
+    arguments = signature.bind_partial(base, *args, **kwargs).arguments
+    ids = arguments.get("input_ids")
     modalities = [modality for modality in call.family.modalities if modality.name in call.plans]
-    if ids is not None and call.settings.vision_data_parallel and call.settings.vision_exchange == "routed":
+    carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in modalities}
+    routed = call.settings.vision_data_parallel and call.settings.vision_exchange == "routed" and not call.whole
+    if ids is not None and routed:
         call.routes = {modality.name: route_units(modality, ids, base.config, call) for modality in modalities}
-        bound.arguments["input_ids"] = with_call(ids, call)
-    for modality in modalities:
-        bound.arguments[modality.pixels] = with_call(bound.arguments[modality.pixels], call)
-    return bound.args[1:], bound.kwargs
+        carriers["input_ids"] = with_call(ids, call)
+    # in the places where they came: some decorators of forwards add keyword arguments of their own
+    names = list(signature.parameters)[1 : len(args) + 1]
+    positional = tuple(carriers.pop(name, value) for name, value in zip(names, args))
+    return positional, {**kwargs, **carriers}
 
 
 def _describe_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
     """Forward hook of a model: says which positions the outputs belong to, and makes logits whole where asked."""
     call: ForwardCall | None = kwargs.get(CALL)
-    if call is None or isinstance(outputs, tuple):
+    if call is None or call.whole or isinstance(outputs, tuple):
         return outputs
     if call.settings.logits == "whole" and getattr(outputs, "logits", None) is not None:
         outputs.logits = gather_sequence(outputs.logits, call.shard)

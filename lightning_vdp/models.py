@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = [
     "FAMILIES",
+    "DividedModel",
     "Family",
     "Modality",
-    "VisionLanguageModel",
     "find_models",
     "is_block",
     "query_heads",
@@ -57,15 +58,15 @@ class Family:
 
     Args:
         modalities: Kinds of vision input in the order in which the model's forward runs them.
-        tower: Child of the base model that encodes patches.
-        decoder: Child of the base model that holds the language model's layers.
+        tower: Child of the base model that encodes patches; None in language models.
+        decoder: Child of the base model that holds the language model's layers; None where that is the base model itself.
         base: Child of the model with a head that is the base model.
         needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
     """
 
     modalities: tuple[Modality, ...] = (IMAGE, VIDEO)
-    tower: str = "visual"
-    decoder: str = "language_model"
+    tower: str | None = "visual"
+    decoder: str | None = "language_model"
     base: str = "model"
     needs_token_types: bool = True
 
@@ -80,7 +81,10 @@ FAMILIES: Mapping[str, Family] = {
     "llava": _FIXED_SIZE,
     "internvl": _FIXED_SIZE,
 }
-"""Families by the `model_type` of their config."""
+"""Families of vision-language models by the `model_type` of their config."""
+
+LANGUAGE_MODEL = Family(modalities=(), tower=None, decoder=None, needs_token_types=False)
+"""Every causal language model that keeps its layers where transformers' conventions say."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -98,7 +102,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class VisionLanguageModel:
+class DividedModel:
     """The parts of one model. A model used without its head has `head` None.
 
     Args:
@@ -121,9 +125,9 @@ class VisionLanguageModel:
         return (self.base,) if self.head is None else (self.head, self.base)
 
     @property
-    def tower(self) -> nn.Module:
-        """The vision encoder without wrappers."""
-        return unwrap(self.base.get_submodule(self.family.tower))
+    def tower(self) -> nn.Module | None:
+        """The vision encoder without wrappers; None for language models."""
+        return None if self.family.tower is None else unwrap(self.base.get_submodule(self.family.tower))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -149,45 +153,65 @@ def _pretrained(module: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
             yield name, child
 
 
-def find_models(module: nn.Module) -> list[VisionLanguageModel]:
-    """Finds every supported vision-language model inside a module, wherever it hangs.
+def find_models(module: nn.Module) -> list[DividedModel]:
+    """Finds every supported vision-language model and causal language model inside a module, wherever it hangs.
 
     Raises:
         ValueError: If there is none; the message says what was looked for and what was found instead.
     """
     pretrained = list(_pretrained(module))
-    models = []
-    for name, base in pretrained:
-        family = FAMILIES.get(base.config.model_type)
-        if family is None or _child(base, family.tower) is None:
-            continue
-        decoder = _child(base, family.decoder)
-        if not isinstance(decoder, PreTrainedModel) or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-            raise ValueError(
-                f"{type(base).__name__} at '{name}' has no decoder: expected a child `{family.decoder}` with `layers`, "
-                f"found {type(decoder).__name__}. Build the whole model before the strategy sets it up."
-            )
-        head = next((parent for _, parent in pretrained if _child(parent, family.base) is base), None)
-        models.append(VisionLanguageModel(name, family, head, base, decoder))
+    models = [
+        DividedModel(name, family, _head_of(base, family, pretrained), base, _decoder_of(name, base, family))
+        for name, base, family in _vision_language_bases(pretrained)
+    ]
+    within = {id(part) for model in models for part in (model.head or model.base).modules()}
+    for name, head in pretrained:
+        base = _child(head, LANGUAGE_MODEL.base)
+        known = head.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and id(head) not in within
+        if known and isinstance(base, PreTrainedModel) and isinstance(getattr(base, "layers", None), nn.ModuleList):
+            models.append(DividedModel(name, LANGUAGE_MODEL, head, base, base))
     if not models:
         found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
         raise ValueError(
-            f"No supported vision-language model in {type(module).__name__}: looked in all its submodules for a Hugging "
-            f"Face model with a vision tower and a decoder, of model_type {', '.join(FAMILIES)}; found "
+            f"No supported model in {type(module).__name__}: looked in all its submodules for a Hugging Face model with a "
+            f"vision tower and a decoder, of model_type {', '.join(FAMILIES)}, and for causal language models; found "
             f"{', '.join(found) if found else 'no Hugging Face model at all'}. Make the model an attribute of the "
             "LightningModule in `__init__` or `configure_model`, or train other models with strategy='fsdp'."
         )
     return models
 
 
+def _vision_language_bases(
+    pretrained: list[tuple[str, PreTrainedModel]],
+) -> Iterator[tuple[str, PreTrainedModel, Family]]:
+    for name, base in pretrained:
+        family = FAMILIES.get(base.config.model_type)
+        if family is not None and family.tower is not None and _child(base, family.tower) is not None:
+            yield name, base, family
+
+
+def _decoder_of(name: str, base: PreTrainedModel, family: Family) -> PreTrainedModel:
+    decoder = _child(base, family.decoder) if family.decoder is not None else base
+    if not isinstance(decoder, PreTrainedModel) or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"{type(base).__name__} at '{name}' has no decoder: expected a child `{family.decoder}` with `layers`, found "
+            f"{type(decoder).__name__}. Build the whole model before the strategy sets it up."
+        )
+    return decoder
+
+
+def _head_of(
+    base: PreTrainedModel, family: Family, pretrained: list[tuple[str, PreTrainedModel]]
+) -> PreTrainedModel | None:
+    return next((parent for _, parent in pretrained if _child(parent, family.base) is base), None)
+
+
 def query_heads(module: nn.Module) -> list[int]:
     """Query head counts of the supported models inside a module; empty if there is none (yet)."""
-    heads = []
-    for _, model in _pretrained(module):
-        family = FAMILIES.get(model.config.model_type)
-        if family is not None and _child(model, family.tower) is not None:
-            heads.append(int(model.config.get_text_config().num_attention_heads))
-    return heads
+    try:
+        return [model.query_heads for model in find_models(module)]
+    except ValueError:
+        return []
 
 
 def smallest_unit(modality: Modality, config: Any, tower: nn.Module) -> tuple[int, ...]:

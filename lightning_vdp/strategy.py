@@ -31,7 +31,7 @@ from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.fsdp.wrap import known_root, wrap, wraps_more_than_blocks
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import FAMILIES, VisionLanguageModel, find_models, query_heads, unwrap
+from lightning_vdp.models import FAMILIES, DividedModel, find_models, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
 
 __all__ = ["UlyssesVisionDPStrategy"]
@@ -69,6 +69,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         logits: What `outputs.logits` is: "shard" of this rank, or "whole" sequence.
         loss_tokens: How replicas with different label counts weigh within one micro-step: "replica" takes the mean over
             replicas of their token means, as DDP does; "global" weighs every token alike.
+        verify_first_batch: Whether each model's first batch, cut to 2,048 tokens, is also run divided and whole without
+            gradients, and refused if the two differ by more than rounding.
         shard_frozen_tower: Whether FSDP divides the weights of a vision tower without trainable parameters. False keeps
             a whole one on every rank, which then needs no collectives and no dummy images.
         fsdp_version: Version of torch's FSDP: 1.
@@ -93,6 +95,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         vision_exchange: Literal["routed", "gather"] = "routed",
         logits: Literal["shard", "whole"] = "shard",
         loss_tokens: Literal["replica", "global"] = "replica",
+        verify_first_batch: bool = True,
         shard_frozen_tower: bool = True,
         fsdp_version: Literal[1] = 1,
         **kwargs: Any,
@@ -112,6 +115,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             vision_exchange=vision_exchange,
             logits=logits,
             loss_tokens=loss_tokens,
+            verify_first_batch=verify_first_batch,
         )
         self._shard_frozen_tower = shard_frozen_tower
         self._whole_towers: list[nn.Module] = []
@@ -265,7 +269,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 "the loss in `training_step`, or leave it out."
             )
         models = find_models(self.model) if divided or not self._shard_frozen_tower else []
-        self._whole_towers = [] if self._shard_frozen_tower else [self._whole_tower(model) for model in models]
+        self._whole_towers = (
+            [] if self._shard_frozen_tower else [self._whole_tower(model) for model in models if model.tower]
+        )
         # refuses before anything is changed
         known_root(self.model, self._remembered_arguments)
         self._division = divide_models(models, self.mesh, self._settings, self._whole_towers)
@@ -282,7 +288,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 f"accumulate_grad_batches={size * accumulate} keeps it."
             )
 
-    def _whole_tower(self, model: VisionLanguageModel) -> nn.Module:
+    def _whole_tower(self, model: DividedModel) -> nn.Module:
+        assert model.tower is not None
         trainable = next((name for name, value in model.tower.named_parameters() if value.requires_grad), None)
         if trainable is not None:
             raise ValueError(
@@ -308,7 +315,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         """What later runs of the same module must not change."""
         return {**self._fsdp_arguments, "activation_checkpointing_policy": bool(self._activation_checkpointing_kwargs)}
 
-    def _check_wrapped(self, models: list[VisionLanguageModel]) -> None:
+    def _check_wrapped(self, models: list[DividedModel]) -> None:
         assert self.model is not None
         parts = FullyShardedDataParallel.fsdp_modules(self.model)
         for model in models if len(self._division) else []:

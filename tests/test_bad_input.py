@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLModel
+from transformers import BertConfig, BertModel, Qwen2_5_VLModel
 from transformers import Qwen2_5_VLForConditionalGeneration as Qwen2_5_VL
 
 from lightning_vdp import UlyssesVisionDPStrategy
@@ -23,9 +23,9 @@ def _qwen(**model: Any) -> nn.Module:
     return tiny_model(FAMILY, **model)
 
 
-def _llama() -> nn.Module:
+def _bert() -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+    return BertModel(BertConfig(vocab_size=128, **sizes))
 
 
 def _headless() -> nn.Module:
@@ -71,12 +71,12 @@ SETUPS: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
     "no Hugging Face model": (
         lambda: nn.Linear(2, 2),
         {"sequence_parallel_size": 2},
-        "No supported vision-language model in ParityModule: .* found no Hugging Face model at all",
+        "No supported model in ParityModule: .* found no Hugging Face model at all",
     ),
-    "no vision-language model": (
-        _llama,
+    "no model that can be divided": (
+        _bert,
         {"sequence_parallel_size": 2},
-        r"No supported vision-language model .* found .*LlamaForCausalLM \(model_type 'llama'\)",
+        r"No supported model .* found .*BertModel \(model_type 'bert'\)",
     ),
     "no decoder": (_headless, {"sequence_parallel_size": 2}, "Qwen2_5_VLModel at 'model.model' has no decoder"),
     "a loss function of its own": (_own_loss, {"sequence_parallel_size": 2}, "has a loss function of its own"),

@@ -149,14 +149,19 @@ def ulysses_attention(
     if groups is None:
         reads = list(mine.reads)
         key, value, groups = key[:, reads], value[:, reads], 1
-    seen: Any = module
+    own_heads = slice(mine.query.start, mine.query.stop)
+    # what an attention function reads off the module, as it is for this rank's heads
+    changed: dict[str, Any] = {}
     if getattr(module, "num_key_value_groups", groups) != groups:
-        seen = _ModuleView(module, num_key_value_groups=groups)
+        changed["num_key_value_groups"] = groups
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, Tensor):
+        changed["sinks"] = sinks[own_heads]
+    seen: Any = _ModuleView(module, **changed) if changed else module
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-        attention_mask = attention_mask[:, mine.query.start : mine.query.stop]
+        attention_mask = attention_mask[:, own_heads]
     if isinstance(kwargs.get("s_aux"), Tensor):
-        # one attention sink for each query head
-        kwargs["s_aux"] = kwargs["s_aux"][mine.query.start : mine.query.stop]
+        kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
     return _to_sequence(output, [len(split.query) for split in splits], shard), None
 
@@ -168,7 +173,7 @@ def _dispatching(function: AttentionFunction) -> AttentionFunction:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         call = kwargs.pop(CALL, None)
-        if call is None:
+        if call is None or call.whole:
             return function(module, query, key, value, attention_mask, **kwargs)
         return ulysses_attention(function, module, query, key, value, attention_mask, call, **kwargs)
 

@@ -24,9 +24,12 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
     if call is None:
         return None
     run_absent_towers(call)
-    embeddings = kwargs["inputs_embeds"]
-    kwargs = {**kwargs, "inputs_embeds": attach(embeddings, call.loose_ends), "use_cache": False}
-    call.loose_ends = []
+    kwargs = {**kwargs, "use_cache": False}
+    if call.loose_ends:
+        kwargs["inputs_embeds"] = attach(kwargs["inputs_embeds"], call.loose_ends)
+        call.loose_ends = []
+    if call.whole:
+        return args, kwargs
     call.attended = {}
     levels = kwargs.get("deepstack_visual_embeds")
     if levels is not None:
@@ -44,7 +47,7 @@ def shard_layer_inputs(first: bool, layer: nn.Module, args: tuple[Any, ...], kwa
     Masks and position ids stay whole: attention sees the whole sequence.
     """
     call: ForwardCall | None = kwargs.get(CALL)
-    if call is None:
+    if call is None or call.whole:
         return None
     if first:
         args = (shard_sequence(args[0], call.shard), *args[1:])
@@ -59,7 +62,7 @@ def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dic
         RuntimeError: If some layer's attention did not pass through Ulysses exactly once.
     """
     call: ForwardCall | None = kwargs.get(CALL)
-    if call is None:
+    if call is None or call.whole:
         return None
     problems = unattended(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()])
     if problems:
@@ -70,12 +73,11 @@ def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dic
         )
     routers = getattr(outputs, "router_logits", None)
     if routers is not None:
-        batch = kwargs["inputs_embeds"].shape[0]
-        outputs["router_logits"] = tuple(_gather_tokens(router, batch, call) for router in routers)
+        outputs["router_logits"] = tuple(_gather_tokens(router, call) for router in routers)
     return outputs
 
 
-def _gather_tokens(x: Tensor, batch: int, call: ForwardCall) -> Tensor:
+def _gather_tokens(x: Tensor, call: ForwardCall) -> Tensor:
     """Per-token rows ``[B * T, E]`` of a shard to those of the whole, ``[B * S, E]``."""
-    whole = gather_sequence(x.view(batch, call.shard.size, x.shape[-1]), call.shard)
+    whole = gather_sequence(x.view(-1, call.shard.size, x.shape[-1]), call.shard)
     return torch.flatten(whole, 0, 1)

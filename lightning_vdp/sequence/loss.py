@@ -43,7 +43,7 @@ def sharded_causal_loss(
         **kwargs: Carry the call; without one this is the model's own loss.
     """
     call: ForwardCall | None = kwargs.pop(CALL, None)
-    if call is None:
+    if call is None or call.whole:
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
         )

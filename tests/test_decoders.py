@@ -1,0 +1,106 @@
+"""Decoders of many kinds: language models alone, with sinks, soft caps, windows and experts."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from lightning_vdp.testing import ParityModule, assert_parity
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "sdpa", {}),
+    "qwen2": ("Qwen2", "eager", {}),
+    "qwen3": ("Qwen3", "sdpa", {}),
+    "mistral, sliding windows": ("Mistral", "sdpa", {"sliding_window": 5}),
+    "gemma2, soft caps and windows in every other layer": ("Gemma2", "eager", {"sliding_window": 5}),
+    "gemma3, two rotary tables": ("Gemma3Text", "sdpa", {"sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "gpt_oss, sinks and experts": ("GptOss", "eager", {**EXPERTS, "sliding_window": 5}),
+    "qwen3_moe": ("Qwen3Moe", "sdpa", EXPERTS),
+    "mixtral": ("Mixtral", "sdpa", EXPERTS),
+}
+CAUSAL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def make_language_model(name: str) -> ParityModule:
+    stem, attention, extra = MODELS[name]
+    config = getattr(transformers, f"{stem}Config")(**{**SIZES, **extra})
+    config._attn_implementation = attention
+    if extra.get("num_experts"):
+        config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, CAUSAL_CLASSES.get(stem, f"{stem}ForCausalLM"))(config)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    return ParityModule(model.train())
+
+
+def text_batch(seed: int, padding: str = "right") -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 128, (2, 23), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[1, 17:] = 0
+    if padding == "left":
+        mask = mask.flip(1)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_of_language_models(name: str) -> None:
+    batches = [text_batch(seed, "left" if seed % 2 else "right") for seed in range(3)]
+    assert_parity(partial(make_language_model, name), batches)
+
+
+def test_parity_of_a_language_model_on_three_ranks_and_two_replicas() -> None:
+    assert_parity(
+        partial(make_language_model, "llama"),
+        [text_batch(seed) for seed in range(3)],
+        world_size=3,
+        sequence_parallel_size=3,
+    )
+    assert_parity(
+        partial(make_language_model, "qwen3_moe"),
+        [text_batch(seed) for seed in range(4)],
+        world_size=4,
+        sequence_parallel_size=2,
+        accumulate_grad_batches=2,
+    )
+
+
+def _router_losses() -> ParityModule:
+    module = make_language_model("mixtral")
+    module.model.config.output_router_logits = True
+    module.model.config.router_aux_loss_coef = 0.5
+    return module
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_parity_of_the_auxiliary_loss(masked: bool) -> None:
+    batches = [text_batch(seed) for seed in range(3)]
+    if not masked:
+        batches = [{name: value for name, value in batch.items() if name != "attention_mask"} for batch in batches]
+    assert_parity(_router_losses, batches)
