@@ -196,4 +196,7 @@ def known_host_copy(tensor: Tensor) -> Tensor | None:
 def host_copy(tensor: Tensor) -> Tensor:
     """Returns the tensor on the host: the remembered copy, or a new one at the price of a device sync."""
     known = known_host_copy(tensor)
-    return tensor.to(torch.device("cpu")) if known is None else known
+    if known is None:
+        known = tensor.to(torch.device("cpu"))
+        keep_host_copies(known, tensor)
+    return known

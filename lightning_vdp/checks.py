@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vdp.call import host_copy, known_host_copy
-from lightning_vdp.models import Family, Modality
+from lightning_vdp.models import Family, Modality, tokens_of_image
 
 __all__ = ["count_placeholders", "describe_bad_input", "grids_of"]
 
@@ -130,7 +130,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     ids = arguments.get("input_ids")
     tokens = count_placeholders(ids, modality, config) if isinstance(ids, Tensor) else None
     if modality.grid is None:
-        return _describe_items(arguments, modality, len(pixels), tokens)
+        return _describe_items(arguments, modality, pixels, tokens, config)
     if arguments.get(modality.grid) is None:
         return f"`{modality.pixels}` came without `{modality.grid}`; pass what the processor returned"
     foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name != modality.grid]
@@ -160,14 +160,20 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     return None
 
 
-def _describe_items(arguments: Mapping[str, Any], modality: Modality, units: int, tokens: int | None) -> str | None:
+def _describe_items(
+    arguments: Mapping[str, Any], modality: Modality, pixels: Tensor, tokens: int | None, config: Any
+) -> str | None:
     if arguments.get("image_sizes") is not None:
         return "`image_sizes` makes the features of images differ in number, which is not divided yet; leave it out"
     if tokens is None:
         return f"the features of {modality.name}s are placed by `input_ids`; pass them instead of `inputs_embeds`"
-    if units == 0 or tokens == 0 or tokens % units:
+    if pixels.dim() != 4 or not len(pixels):
+        return f"`{modality.pixels}` has shape {list(pixels.shape)}, but must be [{modality.name}s, channels, height, width]"
+    strategy = arguments.get("vision_feature_select_strategy")
+    rows = len(pixels) * tokens_of_image(pixels.shape[-2], pixels.shape[-1], config, strategy)
+    if tokens != rows:
         return (
-            f"the batch has {tokens} {modality.name} tokens for {units} {modality.name}s, which must have equally many; "
+            f"the batch has {tokens} {modality.name} tokens, but its {len(pixels)} {modality.name}s yield {rows} features; "
             f"check that truncation did not cut {modality.name} tokens off"
         )
     return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
@@ -15,7 +16,7 @@ from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_hos
 from lightning_vdp.checks import describe_bad_input
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import DividedModel, Family
+from lightning_vdp.models import DividedModel, Family, tower_of
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
@@ -197,7 +198,8 @@ def _begin_call(
     del arguments["self"]
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
         return args, {**kwargs, CALL: None}
-    call = _start_call(entry, module.config, arguments)
+    problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
+    call = _start_call(entry, module.config, arguments, problem=problem)
     if entry.first.expected:
         entry.first.expected = False
         call.headers.wait()
@@ -205,10 +207,23 @@ def _begin_call(
     return args, {**kwargs, CALL: call}
 
 
-def _start_call(entry: _Entry, config: Any, arguments: dict[str, Any], whole: bool | None = None) -> ForwardCall:
-    """Starts a call; `whole` is given for the two runs that verify the first batch."""
+def _describe_trained_tower(module: PreTrainedModel, family: Family) -> str | None:
+    """Looks for trainable weights in a tower that FSDP leaves out, whose gradients nobody would reduce."""
+    tower = tower_of(module, family)
+    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in tower.parameters()):
+        return None
+    return (
+        "the vision tower was unfrozen after `shard_frozen_tower=False` had kept it out of FSDP, so that ranks would train "
+        "different towers; leave that argument out"
+    )
+
+
+def _start_call(
+    entry: _Entry, config: Any, arguments: dict[str, Any], whole: bool | None = None, problem: str | None = None
+) -> ForwardCall:
+    """Starts a call; `whole` is given for the two runs that verify the first batch, `problem` what was found already."""
     mesh, settings, family = entry.mesh, entry.settings, entry.family
-    error = describe_bad_input(arguments, family, config, mesh.sequence_parallel_size)
+    error = problem or describe_bad_input(arguments, family, config, mesh.sequence_parallel_size)
     header: dict[str, list[int]] = {}
     drafts: dict[str, UnitDraft] = {}
     if error is None:
@@ -231,7 +246,8 @@ def _start_call(entry: _Entry, config: Any, arguments: dict[str, Any], whole: bo
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
-    plans = {name: assign_units(draft, config, settings, mesh.sequence_parallel_size) for name, draft in drafts.items()}
+    ranks = mesh.sequence_parallel_size
+    plans = {name: assign_units(draft, family, config, settings, ranks) for name, draft in drafts.items()}
     return ForwardCall(
         mesh,
         settings,

@@ -18,6 +18,8 @@ __all__ = [
     "is_block",
     "query_heads",
     "smallest_unit",
+    "tokens_of_image",
+    "tower_of",
     "unwrap",
 ]
 
@@ -61,6 +63,7 @@ class Family:
         tower: Child of the base model that encodes patches; None in language models.
         decoder: Child of the base model that holds the language model's layers; None where that is the base model itself.
         base: Child of the model with a head that is the base model.
+        tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
         needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
     """
 
@@ -68,6 +71,7 @@ class Family:
     tower: str | None = "visual"
     decoder: str | None = "language_model"
     base: str = "model"
+    tower_mlp_matrices: int = 2
     needs_token_types: bool = True
 
 
@@ -75,7 +79,7 @@ _QWEN_VL = Family()
 _FIXED_SIZE = Family(modalities=(FIXED_SIZE_IMAGE,), tower="vision_tower", needs_token_types=False)
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN_VL,
-    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_vl": Family(tower_mlp_matrices=3),
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
     "llava": _FIXED_SIZE,
@@ -214,6 +218,34 @@ def query_heads(module: nn.Module) -> list[int]:
         return []
 
 
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def tower_of(module: nn.Module, family: Family) -> nn.Module:
+    """The vision tower of a base model or of a model with a head."""
+    assert family.tower is not None
+    base = module if _child(module, family.tower) is not None else _child(module, family.base)
+    assert base is not None
+    return unwrap(base.get_submodule(family.tower))
+
+
+def tokens_of_image(height: int, width: int, config: Any, strategy: str | None = None) -> int:
+    """Placeholder tokens of one image of a family whose images all have one size.
+
+    Args:
+        height: In pixels.
+        width: In pixels.
+        config: The model's config.
+        strategy: "default" leaves the class token out, "full" keeps it. Default: the config's.
+    """
+    rows, columns = _pair(config.vision_config.patch_size)
+    tokens = (height // rows) * (width // columns)
+    if (strategy or getattr(config, "vision_feature_select_strategy", "default")) == "full":
+        tokens += 1
+    return int(tokens * getattr(config, "downsample_ratio", 1) ** 2)
+
+
 def smallest_unit(modality: Modality, config: Any, tower: nn.Module) -> tuple[int, ...]:
     """Shape of the pixels of the smallest unit that a tower takes.
 
@@ -223,9 +255,7 @@ def smallest_unit(modality: Modality, config: Any, tower: nn.Module) -> tuple[in
         tower: The tower.
     """
     if modality.grid is None:
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return 1, int(config.num_channels), int(height), int(width)
+        return 1, int(config.num_channels), *_pair(config.image_size)
     projection: Any = unwrap(tower.get_submodule("patch_embed")).get_submodule("proj")
     width = projection.in_channels
     for side in projection.kernel_size:

@@ -296,6 +296,11 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {type(model.tower).__name__} at "
                 f"'{model.name}' is trainable; freeze it or leave the argument out."
             )
+        if self.kwargs.get("sync_module_states"):
+            raise ValueError(
+                "`sync_module_states` does not reach a tower that `shard_frozen_tower=False` keeps whole; load its weights on "
+                "every rank, or leave one of the two out."
+            )
         return model.tower.to(self.root_device)
 
     @property
@@ -323,6 +328,17 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 raise ValueError(
                     f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
                     "`outputs.sequence_shard`; wrap its blocks, as without a policy."
+                )
+            inside = {
+                id(child) for part in (model.tower, model.decoder) if part is not None for child in part.modules()
+            }
+            apart = [unwrap(part) for part in parts if part is not self.model and id(unwrap(part)) not in inside]
+            within = {id(child) for child in model.base.modules()}
+            lost = next((part for part in apart if id(part) in within and part is not model.base), None)
+            if lost is not None and model.tower in self._whole_towers:
+                raise ValueError(
+                    f"`auto_wrap_policy` wraps {type(lost).__name__} beside a tower that `shard_frozen_tower=False` keeps "
+                    "whole, so that replicas without images would not gather its weights; leave it out of the policy."
                 )
         self.mesh.headers_first = wraps_more_than_blocks(self.model)
 

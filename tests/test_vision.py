@@ -1,7 +1,9 @@
 """Vision DP: what ranks encode, what they receive, and that gradients stay exact whatever a batch holds."""
 
+import copy
 import os
 import random
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from benchmarks.mixes import MIXES, documents, grid_of
-from lightning_vdp import UlyssesVisionDPStrategy
+from lightning_vdp import StepError, UlyssesVisionDPStrategy
 from lightning_vdp.call import Settings
 from lightning_vdp.callbacks import VisionLoadMonitor
 from lightning_vdp.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import IMAGE, find_models
+from lightning_vdp.models import FAMILIES, IMAGE, find_models
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -30,7 +33,7 @@ from lightning_vdp.testing import (
 )
 from lightning_vdp.testing.measure import ByteCounter
 from lightning_vdp.vision.assignment import balanced, contiguous, loads
-from lightning_vdp.vision.cost import patches
+from lightning_vdp.vision.cost import TowerCost, patches
 from lightning_vdp.vision.planning import assign_units, list_units
 from lightning_vdp.vision.routes import plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
@@ -52,27 +55,47 @@ def batches(family: str, count: int = 3, **batch: Any) -> list[dict[str, Tensor]
 # ---- balance
 
 
+# Qwen2.5-VL's tower
+COSTS: dict[str, Callable[[Any], list[int]]] = {
+    "memory": patches,
+    "time": TowerCost(
+        per_patch=32 * (4 * 1280**2 + 3 * 1280 * 3420), per_pair=2 * 1280, full_blocks=4, window_blocks=28, window=64
+    ),
+}
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_load_is_never_above_the_contiguous_optimum(mix: str, ranks: int) -> None:
+@pytest.mark.parametrize("balance", COSTS)
+def test_load_is_never_above_the_contiguous_optimum(mix: str, ranks: int, balance: str) -> None:
     for seed in range(20):
-        costs = patches(split_frames(MIXES[mix](seed)))
+        costs = COSTS[balance](split_frames(MIXES[mix](seed)))
         assert max(loads(costs, balanced(costs, ranks), ranks)) <= max(loads(costs, contiguous(costs, ranks), ranks))
 
 
-def test_documents_are_even_over_four_ranks() -> None:
+@pytest.mark.parametrize("balance", COSTS)
+def test_documents_are_even_over_four_ranks(balance: str) -> None:
     ratios = []
     for seed in range(50):
-        costs = patches(documents(seed))
+        costs = COSTS[balance](documents(seed))
         if max(costs) * 4 <= sum(costs):
             ratios.append(max(loads(costs, balanced(costs, 4), 4)) * 4 / sum(costs))
     assert len(ratios) > 20
     assert sum(ratios) / len(ratios) <= 1.05
 
 
-def test_one_video_is_even_over_four_ranks() -> None:
-    costs = patches(split_frames([grid_of(640, 360, frames=32)]))
+@pytest.mark.parametrize("balance", COSTS)
+def test_one_video_is_even_over_four_ranks(balance: str) -> None:
+    costs = COSTS[balance](split_frames([grid_of(640, 360, frames=32)]))
     assert max(loads(costs, balanced(costs, 4), 4)) * 4 / sum(costs) <= 1.05
+
+
+@pytest.mark.parametrize(("units", "ranks", "limit_ms"), [(10_000, 64, 50), (32, 8, 0.2)])
+def test_planning_is_fast(units: int, ranks: int, limit_ms: float) -> None:
+    draw = random.Random(0)
+    costs = [int(draw.lognormvariate(13, 1)) for _ in range(units)]
+    # the least of many, since other processes share the machine
+    assert min(timeit.repeat(lambda: balanced(costs, ranks), number=1, repeat=30)) * 1000 <= limit_ms
 
 
 # ---- routes
@@ -144,43 +167,68 @@ def test_routed_exchange_receives_what_is_needed_and_not_owned() -> None:
         assert backward[-1] == given * row_bytes
 
 
+def test_gathered_bytes_are_told_as_they_are_moved() -> None:
+    results = run_ranks(_received, 4, "gather")
+    # three levels of 64 float64 values; every share is padded to the largest, of 24 rows
+    assert [(forward[0], told) for forward, _, told, _ in results] == [(3 * 24 * 3 * 64 * 8,) * 2] * 4
+
+
 def _owners(batch: dict[str, Tensor]) -> list[int]:
     config = tiny_model("qwen3_vl").config
-    return list(assign_units(list_units(IMAGE, batch, config), config, Settings(), 4).owners)
+    return list(assign_units(list_units(IMAGE, batch, config), FAMILIES["qwen3_vl"], config, Settings(), 4).owners)
 
 
 # ---- exactness, pairwise over exchange, assignment, family, size and case
 
 CASES: dict[str, dict[str, Any]] = {
-    "fewer images than ranks": {"rows": [[(1, 6, 8)]]},
-    "many images in two rows": {"rows": [[(1, 4, 4)] * 3, [(1, 8, 4), (1, 4, 4), (1, 6, 8)]], "padding": "left"},
-    "no image": {"rows": [[]], "text": 11},
-    "a video of three frames": {"rows": [[]], "videos": [[(3, 4, 6)]]},
-    "images and videos": {"rows": [[(1, 6, 8), (1, 4, 4)]], "videos": [[(2, 4, 4), (1, 4, 6)]]},
+    "few": {"rows": [[(1, 6, 8)]]},
+    "many": {"rows": [[(1, 4, 4)] * 3, [(1, 8, 4), (1, 4, 4), (1, 6, 8)]], "padding": "left"},
+    "none": {"rows": [[]], "text": 11},
+    "video": {"rows": [[]], "videos": [[(3, 4, 6)]]},
+    "both": {"rows": [[(1, 6, 8), (1, 4, 4)]], "videos": [[(2, 4, 4), (1, 4, 6)]]},
 }
-ROWS = [
-    ("qwen2_5_vl", 2, "fewer images than ranks", {"vision_exchange": "gather", "vision_assignment": "contiguous"}),
-    ("qwen2_5_vl", 4, "many images in two rows", {"vision_exchange": "routed", "vision_assignment": "contiguous"}),
-    ("qwen2_5_vl", 4, "a video of three frames", {"vision_exchange": "routed", "vision_balance": "memory"}),
-    ("qwen2_5_vl", 2, "images and videos", {"vision_exchange": "gather"}),
-    ("qwen2_vl", 2, "a video of three frames", {"vision_exchange": "routed"}),
-    ("qwen3_vl", 4, "fewer images than ranks", {"vision_exchange": "gather"}),
-    ("qwen3_vl", 2, "many images in two rows", {"vision_exchange": "gather", "vision_balance": "memory"}),
-    ("qwen3_vl", 2, "no image", {"vision_exchange": "routed"}),
-    ("qwen3_vl", 2, "a video of three frames", {"vision_exchange": "gather", "vision_assignment": "contiguous"}),
-    ("qwen3_vl", 4, "images and videos", {"vision_exchange": "routed", "vision_assignment": "contiguous"}),
-    ("qwen3_vl", 2, "images and videos", {"vision_data_parallel": False}),
-    ("qwen3_vl_moe", 2, "a video of three frames", {"vision_exchange": "routed"}),
-    ("llava", 4, "fewer images than ranks", {"vision_exchange": "routed"}),
-    ("llava", 2, "many images in two rows", {"vision_exchange": "gather"}),
-    ("llava", 2, "no image", {"vision_exchange": "gather", "vision_assignment": "contiguous"}),
-    ("internvl", 4, "many images in two rows", {"vision_exchange": "routed"}),
-    ("internvl", 2, "fewer images than ranks", {"vision_exchange": "gather"}),
+# every pair of values of the five columns stands in a row
+PAIRWISE = [
+    ("both", 2, 1, "routed", "balanced", "qwen2_5_vl"),
+    ("both", 2, 2, "routed", "balanced", "qwen2_5_vl"),
+    ("both", 4, 1, "gather", "contiguous", "qwen3_vl"),
+    ("few", 2, 1, "gather", "balanced", "llava"),
+    ("few", 2, 2, "gather", "balanced", "qwen3_vl"),
+    ("few", 4, 1, "routed", "contiguous", "qwen2_5_vl"),
+    ("many", 2, 1, "routed", "contiguous", "qwen3_vl"),
+    ("many", 2, 2, "routed", "balanced", "qwen2_5_vl"),
+    ("many", 4, 1, "gather", "balanced", "llava"),
+    ("none", 2, 1, "gather", "balanced", "qwen2_5_vl"),
+    ("none", 2, 2, "routed", "contiguous", "llava"),
+    ("none", 4, 1, "routed", "contiguous", "qwen3_vl"),
+    ("video", 2, 1, "routed", "balanced", "qwen2_5_vl"),
+    ("video", 2, 2, "gather", "contiguous", "qwen3_vl"),
+    ("video", 4, 1, "routed", "balanced", "qwen3_vl"),
 ]
 
 
-@pytest.mark.parametrize(("family", "size", "case", "strategy"), ROWS)
-def test_parity(family: str, size: int, case: str, strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("case", "size", "replicas", "exchange", "assignment", "family"), PAIRWISE)
+def test_parity(case: str, size: int, replicas: int, exchange: str, assignment: str, family: str) -> None:
+    assert_parity(
+        partial(make_module, family),
+        batches(family, 3 * replicas, **CASES[case]),
+        world_size=size * replicas,
+        sequence_parallel_size=size,
+        strategy_arguments={"vision_exchange": exchange, "vision_assignment": assignment},
+    )
+
+
+FURTHER = [
+    ("qwen2_vl", 2, "video", {}),
+    ("qwen3_vl_moe", 2, "video", {"vision_balance": "memory"}),
+    ("qwen3_vl", 2, "both", {"vision_data_parallel": False}),
+    ("internvl", 4, "many", {}),
+    ("internvl", 2, "few", {"vision_exchange": "gather"}),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "case", "strategy"), FURTHER)
+def test_parity_of_further_families(family: str, size: int, case: str, strategy: dict[str, Any]) -> None:
     assert_parity(
         partial(make_module, family),
         batches(family, **CASES[case]),
@@ -269,6 +317,56 @@ def _trainable_and_whole() -> None:
 
 def test_whole_tower_must_be_frozen() -> None:
     run_ranks(_trainable_and_whole, 2)
+
+
+class _Unfreezes(ParityModule):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.model.visual.requires_grad_(True)
+
+
+def _unfreeze() -> None:
+    model = tiny_model("qwen2_5_vl")
+    _freeze(model)
+    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=2, shard_frozen_tower=False)
+    loader = Batches(batches("qwen2_5_vl", dtype=torch.float32))
+    with pytest.raises(StepError, match="the vision tower was unfrozen after `shard_frozen_tower=False`"):
+        quiet_trainer(devices=2, strategy=strategy).fit(_Unfreezes(model), loader)
+
+
+def test_unfreezing_a_whole_tower_is_refused() -> None:
+    run_ranks(_unfreeze, 2)
+
+
+def _projector_apart() -> None:
+    model = tiny_model("llava")
+    _freeze(model, tower="vision_tower")
+    policy = {type(model.model.multi_modal_projector)}
+    for synced, message in ((False, "wraps LlavaMultiModalProjector beside a tower"), (True, "`sync_module_states`")):
+        strategy = UlyssesVisionDPStrategy(
+            sequence_parallel_size=2, shard_frozen_tower=False, auto_wrap_policy=policy, sync_module_states=synced
+        )
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer(devices=2, strategy=strategy).fit(ParityModule(copy.deepcopy(model)), Batches([]))
+
+
+def test_what_a_whole_tower_does_not_go_with_is_refused() -> None:
+    run_ranks(_projector_apart, 2)
+
+
+def _cut_off() -> str:
+    batch = tiny_batch("llava", rows=[[(1, 1, 1)]], dtype=torch.float32)
+    if os.environ["RANK"] == "1":
+        batch["input_ids"][0, batch["input_ids"][0] == 120] = torch.tensor([120] * 10 + [5] * 6)
+    with pytest.raises(StepError) as caught:
+        quiet_trainer(devices=2, strategy="ulysses_vdp").fit(make_module("llava"), Batches([batch]))
+    return str(caught.value)
+
+
+def test_truncated_images_of_one_size_are_found_before_the_step() -> None:
+    first, second = run_ranks(_cut_off, 2)
+    assert first == second
+    assert "rank 1: the batch has 10 image tokens, but its 1 images yield 16 features" in first
 
 
 class _CountsTower(ParityModule):
@@ -384,41 +482,85 @@ def test_bf16_error_is_at_most_half_above_that_of_one_process(family: str, rows:
 # ---- what ranks report
 
 
-def _monitor(strategy: dict[str, Any], batch: dict[str, Tensor], size: int) -> tuple[int, dict[str, float]]:
-    monitor = VisionLoadMonitor()
-    trainer = quiet_trainer(
-        devices=size,
-        strategy=UlyssesVisionDPStrategy(sequence_parallel_size=size, **strategy),
-        callbacks=[monitor],
-        log_every_n_steps=2,
+class _Log(Logger):
+    """Keeps what is logged, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "log"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        seen = {key.removeprefix("vision/"): value for key, value in metrics.items() if key.startswith("vision/")}
+        if seen:
+            self.rows.append((step or 0, seen))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _monitor(
+    strategy: dict[str, Any], batch: dict[str, Tensor], trainer: dict[str, Any], steps: int
+) -> tuple[int, Any]:
+    monitor, log = VisionLoadMonitor(), _Log()
+    size = int(os.environ["WORLD_SIZE"])
+    chosen = UlyssesVisionDPStrategy(**{"sequence_parallel_size": size, **strategy})
+    arguments = {"log_every_n_steps": 2, **trainer}
+    runner = quiet_trainer(devices=size, strategy=chosen, callbacks=[monitor], logger=log, **arguments)
+    runner.fit(
+        make_module("qwen2_5_vl"),
+        Batches([batch] * steps),
+        Batches([batch]) if "limit_val_batches" in trainer else None,
     )
-    trainer.fit(make_module("qwen2_5_vl"), Batches([batch, batch]))
-    assert not trainer.strategy.mesh.vision_observers
-    return monitor.total_units, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert not runner.strategy.mesh.vision_observers
+    return monitor.total_units, log.rows
+
+
+FOUR = [[(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)]]
 
 
 def test_monitor_logs_what_each_rank_did() -> None:
-    batch = tiny_batch("qwen2_5_vl", rows=[[(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)]], dtype=torch.float32)
-    results = run_ranks(_monitor, 2, {}, batch, 2)
+    batch = tiny_batch("qwen2_5_vl", rows=FOUR, dtype=torch.float32)
+    results = run_ranks(_monitor, 2, {}, batch, {}, 2)
     assert sum(units for units, _ in results) == 2 * 4
-    metrics = results[0][1]
-    assert metrics["vision/patches_0"] == metrics["vision/patches_1"] == 2 * 64
-    assert {metrics["vision/units_0"], metrics["vision/units_1"]} == {2.0, 6.0}
-    assert 1 <= metrics["vision/load"] < 1.5
-    assert metrics["vision/tower_seconds_0"] > 0
-    assert metrics["vision/bytes_received_0"] > 0
+    ((step, metrics),) = results[0][1]
+    assert step == 1
+    assert metrics["patches_0"] == metrics["patches_1"] == 2 * 64
+    assert {metrics["units_0"], metrics["units_1"]} == {2.0, 6.0}
+    assert 1 <= metrics["load"] < 1.5
+    assert metrics["tower_seconds_0"] > 0
+    assert metrics["bytes_received_0"] > 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps", "expected"),
+    [
+        # steps count on over epochs
+        ({"max_epochs": 3, "log_every_n_steps": 5}, 4, [(4, 20.0), (9, 20.0)]),
+        # a step of four micro-batches counts all four
+        ({"accumulate_grad_batches": 4}, 8, [(1, 32.0)]),
+        # validation is not mixed in
+        ({"max_epochs": 2, "log_every_n_steps": 1, "limit_val_batches": 1}, 1, [(0, 4.0), (1, 4.0)]),
+        ({"log_every_n_steps": 0}, 4, []),
+    ],
+)
+def test_monitor_logs_with_lightnings_steps(trainer: dict[str, Any], steps: int, expected: list[Any]) -> None:
+    batch = tiny_batch("qwen2_5_vl", rows=FOUR, dtype=torch.float32)
+    _, rows = run_ranks(_monitor, 2, {}, batch, trainer, steps)[0]
+    assert [(step, metrics["units_0"] + metrics["units_1"]) for step, metrics in rows] == expected
 
 
 def test_frames_of_one_video_are_encoded_by_several_ranks() -> None:
     batch = tiny_batch("qwen2_5_vl", rows=[[]], videos=[[(4, 4, 6)]], dtype=torch.float32)
-    assert [units for units, _ in run_ranks(_monitor, 2, {}, batch, 2)] == [4, 4]
+    assert [units for units, _ in run_ranks(_monitor, 2, {}, batch, {}, 2)] == [4, 4]
 
 
 def test_every_rank_encodes_every_image_without_vision_data_parallel() -> None:
     batch = tiny_batch("qwen2_5_vl", rows=THREE, dtype=torch.float32)
-    results = run_ranks(_monitor, 2, {"vision_data_parallel": False}, batch, 2)
+    results = run_ranks(_monitor, 2, {"vision_data_parallel": False}, batch, {}, 2)
     assert [units for units, _ in results] == [6, 6]
-    assert results[0][1]["vision/load"] == 1
+    assert results[0][1][0][1]["load"] == 1
 
 
 # ---- anything goes

@@ -10,7 +10,7 @@ __all__ = ["ByteCounter"]
 
 
 class ByteCounter(TorchDispatchMode):
-    """Within it, counts the bytes that this process receives from other ranks in all-to-all exchanges, backward too.
+    """Within it, counts the bytes that this process receives from other ranks in all-to-all exchanges and all-gathers.
 
     Attributes:
         received: Bytes of each exchange in order.
@@ -29,4 +29,7 @@ class ByteCounter(TorchDispatchMode):
             sizes = output_sizes or [output.shape[0] // ranks] * ranks
             row = output.element_size() * (output.numel() // output.shape[0] if output.shape[0] else 0)
             self.received.append(row * (sum(sizes) - sizes[rank]))
+        elif func.namespace == "c10d" and func.__name__.startswith("_allgather_base_"):
+            output, own, *_ = args
+            self.received.append((output.numel() - own.numel()) * output.element_size())
         return func(*args, **(kwargs or {}))

@@ -42,8 +42,13 @@ class TowerCost:
         return costs
 
 
-def tower_cost(config: Any) -> TowerCost:
-    """Reads the cost off a tower's config: widths, depth, and window attention where it has it."""
+def tower_cost(config: Any, mlp_matrices: int = 2) -> TowerCost:
+    """Reads the cost off a tower's config: widths, depth, and window attention where it has it.
+
+    Args:
+        config: The tower's config.
+        mlp_matrices: Weight matrices of a block's feed-forward layer.
+    """
     width = getattr(config, "embed_dim", None) or config.hidden_size
     hidden = getattr(config, "intermediate_size", None) or int(width * getattr(config, "mlp_ratio", 4))
     depth = config.depth
@@ -51,7 +56,7 @@ def tower_cost(config: Any) -> TowerCost:
     window_blocks = 0 if full is None else depth - len(full)
     window = 0 if full is None else (config.window_size // config.patch_size) ** 2
     return TowerCost(
-        per_patch=depth * (4 * width * width + 3 * width * hidden),
+        per_patch=depth * (4 * width * width + mlp_matrices * width * hidden),
         per_pair=2 * width,
         full_blocks=depth - window_blocks,
         window_blocks=window_blocks,

@@ -55,9 +55,9 @@ def route_features(levels: Sequence[Tensor], routes: Routes, group: dist.Process
 
 
 def received_rows(plan: UnitPlan, routes: Routes | None, rank: int) -> int:
-    """Rows that a rank receives from others in one exchange."""
+    """Rows that a rank receives from others in one exchange; gathering pads to the largest share."""
     if routes is None:
-        return sum(plan.rows) - plan.rows_per_rank[rank]
+        return (plan.ranks - 1) * max(plan.rows_per_rank)
     return sum(routes.receive_counts) - routes.receive_counts[rank]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_vdp.call import ForwardCall, Settings, host_copy
 from lightning_vdp.checks import count_placeholders, grids_of
-from lightning_vdp.models import Modality
+from lightning_vdp.models import Family, Modality
 from lightning_vdp.vision.assignment import assign
 from lightning_vdp.vision.cost import patches, tower_cost
 from lightning_vdp.vision.routes import Routes, plan_routes
@@ -56,18 +56,19 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any) ->
     return UnitDraft(tuple(sizes), tuple(size // merged for size in sizes), tuple(map(tuple, grids)), frames)
 
 
-def assign_units(draft: UnitDraft, config: Any, settings: Settings, ranks: int) -> UnitPlan:
+def assign_units(draft: UnitDraft, family: Family, config: Any, settings: Settings, ranks: int) -> UnitPlan:
     """Gives units owners such that predicted costs are even.
 
     Args:
         draft: The units.
+        family: Facts about the model.
         config: The model's config.
         settings: What is balanced, and how.
         ranks: Size of the sequence group.
     """
     costs = draft.sizes
     if draft.grids and settings.vision_balance == "time":
-        costs = tuple(tower_cost(config.vision_config)(draft.grids))
+        costs = tuple(tower_cost(config.vision_config, family.tower_mlp_matrices)(draft.grids))
     owners = tuple(assign(costs, ranks, settings.vision_assignment))
     return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
 

@@ -69,16 +69,10 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     row_bytes = sum(level.shape[1] * level.element_size() for level in levels)
     _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
     units, *deepstack = exchanged
-    if isinstance(outputs.pooler_output, Tensor):
-        # one tensor for all units, ``[units, rows, width]``
-        outputs.pooler_output = torch.stack(units)
-    else:
-        outputs.pooler_output = units
-    # what else describes this rank's units alone
-    outputs.last_hidden_state = None
-    if deepstack:
-        outputs.deepstack_features = deepstack
-    return outputs
+    # one tensor for all units, ``[units, rows, width]``, or a list
+    pooled = torch.stack(units) if isinstance(outputs.pooler_output, Tensor) else units
+    # without the other fields, which describe this rank's units alone and would keep their activations
+    return type(outputs)(pooler_output=pooled, **({"deepstack_features": deepstack} if deepstack else {}))
 
 
 def _report(
@@ -104,7 +98,12 @@ def _select(arguments: dict[str, Any], owned: list[int], plan: UnitPlan, modalit
     """The arguments for the owned units alone; views joined on the device, since an index list would be copied there."""
     pixels = arguments[modality.pixels]
     parts = pixels.split(list(plan.sizes))
-    selected = {**arguments, modality.pixels: torch.cat([parts[unit] for unit in owned])}
+    if owned == list(range(owned[0], owned[-1] + 1)):
+        start = sum(plan.sizes[: owned[0]])
+        chosen = pixels[start : start + sum(plan.sizes[unit] for unit in owned)]
+    else:
+        chosen = torch.cat([parts[unit] for unit in owned])
+    selected = {**arguments, modality.pixels: chosen}
     if modality.grid is not None:
         selected[modality.grid] = _pick(_frames(arguments[modality.grid], plan), owned)
         return selected
