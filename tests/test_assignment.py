@@ -62,7 +62,8 @@ def test_cost_from_config_counts_window_blocks() -> None:
 
     cost = tower_cost(Config())
     assert (cost.full_blocks, cost.window_blocks, cost.window) == (2, 2, 64)
-    assert cost.per_patch == 4 * (4 * 64 + 3 * 8 * 16)
+    assert cost.per_patch == 4 * (4 * 64 + 2 * 8 * 16)
+    assert tower_cost(Config(), mlp_matrices=3).per_patch == 4 * (4 * 64 + 3 * 8 * 16)
 
 
 def test_plan_lists_units_rank_by_rank() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import json, sys
 {before}
 import torch
@@ -30,7 +30,7 @@ if __name__ == "__main__":
                       enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(module, batches)
     {after}
-'''
+"""
 
 YAML = """
 trainer:
@@ -48,7 +48,7 @@ data:
   class_path: own_module.Data
 """
 
-MODULE = '''
+MODULE = """
 import json
 import lightning.pytorch as pl
 import torch
@@ -65,11 +65,13 @@ class Module(ParityModule):
 class Data(pl.LightningDataModule):
     def train_dataloader(self):
         return Batches([tiny_batch("qwen2_5_vl", dtype=torch.float32)] * 2)
-'''
+"""
 
 
 def _run(command: list[str], folder: Path) -> list[list[int]]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -155,22 +155,22 @@ def test_routed_exchange_receives_what_is_needed_and_not_owned() -> None:
     destination = torch.bucketize(columns, ends, right=True)
     results = run_ranks(_received, 4, "routed")
     costs_rows = [4, 24, 8]
-    # the vision exchange is the first of the forward and the last of the backward
-    totals = [forward[0] for forward, _, _, _ in results]
+    # the vision exchange is the first of the forward, after the header, and the last of the backward
+    totals = [forward[1] for forward, _, _, _ in results]
     assert [told for _, _, told, _ in results] == totals
     owners = _owners(batch)
     owner = torch.repeat_interleave(torch.tensor(owners), torch.tensor(costs_rows))
     for rank, (forward, backward, _, _) in enumerate(results):
         needed = int(((destination == rank) & (owner != rank)).sum())
         given = int(((destination != rank) & (owner == rank)).sum())
-        assert forward[0] == needed * row_bytes
+        assert forward[1] == needed * row_bytes
         assert backward[-1] == given * row_bytes
 
 
 def test_gathered_bytes_are_told_as_they_are_moved() -> None:
     results = run_ranks(_received, 4, "gather")
     # three levels of 64 float64 values; every share is padded to the largest, of 24 rows
-    assert [(forward[0], told) for forward, _, told, _ in results] == [(3 * 24 * 3 * 64 * 8,) * 2] * 4
+    assert [(forward[1], told) for forward, _, told, _ in results] == [(3 * 24 * 3 * 64 * 8,) * 2] * 4
 
 
 def _owners(batch: dict[str, Tensor]) -> list[int]:
