@@ -1,0 +1,1 @@
+"""Examples of lightning_vdp; not installed with the package."""
