@@ -29,7 +29,7 @@ _CAPACITY = 64
 
 
 class StepError(RuntimeError):
-    """One or more ranks found their input to be bad; raised with the same text on every rank of the world."""
+    """One or more ranks cannot take this step, mostly for bad input; raised with the same text on every rank of the world."""
 
 
 def encode(header: Header) -> list[int]:
@@ -106,7 +106,7 @@ class PendingHeaders:
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
             for reason, ranks in by_reason.items()
         ]
-        raise StepError("Bad input, found before the step: " + "; ".join(lines))
+        raise StepError("Refused before the step: " + "; ".join(lines))
 
 
 def exchange_headers(mesh: SequenceMesh, header: Header, error: str | None = None) -> PendingHeaders:

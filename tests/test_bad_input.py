@@ -247,21 +247,19 @@ def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int
 def test_bad_step_on_one_rank_is_refused_alike_on_every_rank(case: str) -> None:
     change, message = STEPS[case]
     failure = same_failure(_step, 2, change, (1,), 2)
-    assert failure.startswith("StepError: Bad input, found before the step: rank 1: "), failure
+    assert failure.startswith("StepError: Refused before the step: rank 1: "), failure
     assert message in failure, failure
 
 
 @pytest.mark.parametrize("policy", [{nn.Embedding}, {Qwen2_5_VLModel}], ids=str)
 @pytest.mark.parametrize("change", [_one_more_image_token, _without("mm_token_type_ids")], ids=["tokens", "types"])
 def test_bad_step_is_refused_when_other_modules_than_blocks_gather_weights(policy: Any, change: Any) -> None:
-    assert same_failure(_step, 2, change, (1,), 2, policy).startswith(
-        "StepError: Bad input, found before the step: rank 1"
-    )
+    assert same_failure(_step, 2, change, (1,), 2, policy).startswith("StepError: Refused before the step: rank 1")
 
 
 def test_bad_step_of_one_replica_is_refused_on_the_other() -> None:
     failure = same_failure(_step, 4, _one_more_image_token, (2, 3), 2)
-    assert failure.startswith("StepError: Bad input, found before the step: ranks 2, 3: the batch has 25 image tokens")
+    assert failure.startswith("StepError: Refused before the step: ranks 2, 3: the batch has 25 image tokens")
 
 
 def test_two_problems_are_both_named() -> None:

@@ -64,4 +64,4 @@ def _agree() -> str:
 
 
 def test_an_error_is_raised_alike_on_all_ranks(run_ranks: Callable[..., Any]) -> None:
-    assert run_ranks(_agree, 3) == ["Bad input, found before the step: ranks 1, 2: the grid is empty"] * 3
+    assert run_ranks(_agree, 3) == ["Refused before the step: ranks 1, 2: the grid is empty"] * 3
