@@ -80,5 +80,12 @@ def test_death_of_a_rank_is_told() -> None:
         run_ranks(_one_dies, 2)
 
 
+def test_a_process_group_of_its_own_is_refused() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="has a process group, which simulated ranks would inherit"):
+        run_ranks(_rank, 2)
+
+
 def test_fixture_runs_ranks(run_ranks: Any) -> None:
     assert run_ranks(_rank, 2) == [0, 1]

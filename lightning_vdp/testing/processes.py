@@ -98,9 +98,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         What each rank returned, by rank.
 
     Raises:
+        RuntimeError: If this process is in a process group, which the ranks would inherit.
         RankFailed: If a rank raised or died.
         RanksTimedOut: If ranks were still running at the timeout.
     """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "This process has a process group, which simulated ranks would inherit; call torch.distributed.destroy_process_group "
+            "first, or keep Trainers with several devices out of it."
+        )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         port = _free_port()
