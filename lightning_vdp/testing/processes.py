@@ -104,8 +104,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "This process has a process group, which simulated ranks would inherit; call torch.distributed.destroy_process_group "
-            "first, or keep Trainers with several devices out of it."
+            "This process has a process group, which simulated ranks would inherit; destroy it first, or "
+            "keep Trainers with several devices out of it."
         )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
