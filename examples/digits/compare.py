@@ -6,6 +6,7 @@ the tokens of the whole batch where the halves hold unequally many, and one proc
 
 import argparse
 import csv
+import os
 import shutil
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def train(way: str, steps: int) -> list[float]:
     }
     arguments = [f"--trainer.{option}={'null' if value is None else value}" for option, value in options.items()]
     command = [sys.executable, "-m", "lightning_vdp.cli", "fit", "--config", str(CONFIG), *arguments, *WAYS[way]]
-    subprocess.run(command, check=True)
+    # one thread each, so that the division alone differs
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     with (FOLDER / name / "metrics.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
