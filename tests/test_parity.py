@@ -193,13 +193,18 @@ def _global_tokens_module() -> ParityModule:
     return make_module("qwen2_5_vl")
 
 
+def _thinned(labels: torch.Tensor) -> torch.Tensor:
+    """Shifted labels, of which every third does not count."""
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].clone()
+    shifted[:, ::3] = -100
+    return shifted
+
+
 class _Shifted(ParityModule):
     """Labels that are shifted already, of which a replica counts fewer than it has."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
-        shifted[:, ::3] = -100
-        return super().training_step({**batch, "shift_labels": shifted}, batch_idx)
+        return super().training_step({**batch, "shift_labels": _thinned(batch["labels"])}, batch_idx)
 
 
 class _TokenWeighted(ParityModule):
@@ -234,9 +239,7 @@ def test_global_token_weights_of_shifted_labels() -> None:
     mixed = [tiny_batch("qwen2_5_vl", seed=seed, rows=[[(1, 4, 4)]], text=4 + 5 * (seed % 2)) for seed in range(6)]
     counts = []
     for batch in mixed:
-        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].clone()
-        shifted[:, ::3] = -100
-        counts.append(int((shifted != -100).sum()))
+        counts.append(int((_thinned(batch["labels"]) != -100).sum()))
     assert_parity(
         partial(_shifted, counts),
         mixed,

@@ -70,5 +70,4 @@ def _tokens_per_replica(call: ForwardCall) -> float:
 
 def model_uses_causal_loss(model: nn.Module) -> bool:
     """Whether a model's loss is the one that `sharded_causal_loss` stands in for."""
-    with torch.no_grad():
-        return getattr(model, "loss_function", None) is ForCausalLMLoss
+    return getattr(model, "loss_function", None) is ForCausalLMLoss

@@ -97,11 +97,11 @@ def _report(
 def _select(arguments: dict[str, Any], owned: list[int], plan: UnitPlan, modality: Modality) -> dict[str, Any]:
     """The arguments for the owned units alone; views joined on the device, since an index list would be copied there."""
     pixels = arguments[modality.pixels]
-    parts = pixels.split(list(plan.sizes))
     if owned == list(range(owned[0], owned[-1] + 1)):
         start = sum(plan.sizes[: owned[0]])
         chosen = pixels[start : start + sum(plan.sizes[unit] for unit in owned)]
     else:
+        parts = pixels.split(list(plan.sizes))
         chosen = torch.cat([parts[unit] for unit in owned])
     selected = {**arguments, modality.pixels: chosen}
     if modality.grid is not None:
