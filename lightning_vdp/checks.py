@@ -1,6 +1,7 @@
 """Checks of one forward's input, before its first collective of ours. They return a sentence or None and do not raise."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,9 @@ def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
     return int((host_copy(ids) == getattr(config, modality.token_id)).sum())
 
 
-def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any, ranks: int) -> str | None:
+def describe_bad_input(
+    arguments: Mapping[str, Any], family: Family, config: Any, ranks: int, carries_state: bool = False
+) -> str | None:
     """Looks for input that some rank would stumble over later.
 
     Args:
@@ -35,12 +38,13 @@ def describe_bad_input(arguments: Mapping[str, Any], family: Family, config: Any
         family: Facts about the model.
         config: The model's config.
         ranks: Size of the sequence group.
+        carries_state: Whether layers carry a state from one position to the next, past the end of a packed sample.
 
     Returns:
         What is wrong and what to do, or None.
     """
     try:
-        return _describe(arguments, family, config, ranks)
+        return _describe(arguments, family, config, ranks) or (_describe_packing(arguments) if carries_state else None)
     except Exception as error:
         # no rank may raise alone: what a check cannot read is bad input too
         return f"the input cannot be read ({type(error).__name__}: {error}); pass what the processor returned"
@@ -121,6 +125,25 @@ def _describe_vocabulary(arguments: Mapping[str, Any], config: Any) -> str | Non
                 f"`{name}` holds the id {int(host.max())}, but the vocabulary has {size}; use the model's own tokenizer"
             )
     return None
+
+
+def _describe_packing(arguments: Mapping[str, Any]) -> str | None:
+    kernels = all(find_spec(package) is not None for package in ("fla", "causal_conv1d"))
+    if arguments.get("cu_seq_lens_q") is not None:
+        told = kernels and arguments.get("seq_idx") is not None
+    else:
+        positions = arguments.get("position_ids")
+        host = known_host_copy(positions) if isinstance(positions, Tensor) else None
+        if host is None or arguments.get("attention_mask") is not None or (host.dim() == 3 and host.shape[0] != 4):
+            return None
+        text = host if host.dim() == 2 else host[0]
+        told = bool((text.diff() == 1).all())
+    if told:
+        return None
+    return (
+        "the batch packs several samples in a row, and this model's linear attention would carry its state from one to the "
+        "next; pass `cu_seq_lens_q` and `seq_idx` with the packages fla and causal-conv1d installed, or do not pack"
+    )
 
 
 def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any) -> str | None:

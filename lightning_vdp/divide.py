@@ -19,6 +19,7 @@ from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import DividedModel, Family, tower_of
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
+from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, token_mixers
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
@@ -161,12 +162,14 @@ class _Entry:
     family: Family
     lockstep: bool
     first: FirstBatch
+    carries_state: bool
 
 
 def _divide_model(
     division: Division, model: DividedModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
 ) -> None:
-    start = _Entry(mesh, settings, model.family, lockstep, FirstBatch(expected=settings.verify_first_batch))
+    first = FirstBatch(expected=settings.verify_first_batch)
+    start = _Entry(mesh, settings, model.family, lockstep, first, carries_state(model.layers))
     for entry in model.entries:
         begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
@@ -180,6 +183,8 @@ def _divide_model(
     division.hook(model.decoder.register_forward_hook, check_decoder_outputs)
     for index, layer in enumerate(model.layers):
         division.hook(layer.register_forward_pre_hook, functools.partial(shard_layer_inputs, index == 0))
+        for mixer in token_mixers(layer):
+            division.method(mixer, "forward", divided_mixer(mixer))
     for entry in model.entries:
         division.hook(entry.register_forward_hook, _describe_outputs)
     if model.head is not None:
@@ -223,7 +228,8 @@ def _start_call(
 ) -> ForwardCall:
     """Starts a call; `whole` is given for the two runs that verify the first batch, `problem` what was found already."""
     mesh, settings, family = entry.mesh, entry.settings, entry.family
-    error = problem or describe_bad_input(arguments, family, config, mesh.sequence_parallel_size)
+    ranks = mesh.sequence_parallel_size
+    error = problem or describe_bad_input(arguments, family, config, ranks, entry.carries_state)
     header: dict[str, list[int]] = {}
     drafts: dict[str, UnitDraft] = {}
     if error is None:
@@ -246,7 +252,6 @@ def _start_call(
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
-    ranks = mesh.sequence_parallel_size
     plans = {name: assign_units(draft, family, config, settings, ranks) for name, draft in drafts.items()}
     return ForwardCall(
         mesh,

@@ -82,6 +82,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": Family(tower_mlp_matrices=3),
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
+    "qwen3_5": _QWEN_VL,
+    "qwen3_5_moe": _QWEN_VL,
     "llava": _FIXED_SIZE,
     "internvl": _FIXED_SIZE,
 }

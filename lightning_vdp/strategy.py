@@ -38,7 +38,9 @@ __all__ = ["UlyssesVisionDPStrategy"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _GRIDS = (modality.grid for family in FAMILIES.values() for modality in family.modalities)
-_HOST_COPIES = frozenset({"input_ids", "labels", "shift_labels", *(grid for grid in _GRIDS if grid is not None)})
+_HOST_COPIES = frozenset(
+    {"input_ids", "labels", "position_ids", "shift_labels", *(grid for grid in _GRIDS if grid is not None)}
+)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_vdp.sequence.attention import head_split
+from lightning_vdp.sequence.heads import head_split
 from lightning_vdp.sequence.shards import shard_sizes
 
 

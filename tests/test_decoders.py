@@ -31,6 +31,31 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+DELTA_RULE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 32,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+STATE_SPACE: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "sdpa", {}),
     "qwen2": ("Qwen2", "eager", {}),
@@ -41,11 +66,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_oss, sinks and experts": ("GptOss", "eager", {**EXPERTS, "sliding_window": 5}),
     "qwen3_moe": ("Qwen3Moe", "sdpa", EXPERTS),
     "mixtral": ("Mixtral", "sdpa", EXPERTS),
+    "qwen3_next, delta rule": ("Qwen3Next", "sdpa", {**EXPERTS, **DELTA_RULE}),
+    "olmo_hybrid, delta rule": ("OlmoHybrid", "sdpa", {**DELTA_RULE, "linear_num_key_heads": 4}),
+    "kimi_linear, delta rule with gates by channel": ("KimiLinear", "sdpa", {**EXPERTS, **DELTA_RULE, **LATENT}),
+    "lfm2, short convolutions": ("Lfm2", "sdpa", {"layer_types": ["conv", "full_attention"]}),
+    "mamba2": ("Bamba", "sdpa", STATE_SPACE),
 }
 CAUSAL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 
 
-def make_language_model(name: str) -> ParityModule:
+def make_language_model(name: str, checkpointing: bool = False) -> ParityModule:
     stem, attention, extra = MODELS[name]
     config = getattr(transformers, f"{stem}Config")(**{**SIZES, **extra})
     config._attn_implementation = attention
@@ -56,6 +86,8 @@ def make_language_model(name: str) -> ParityModule:
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     return ParityModule(model.train())
 
 
@@ -89,6 +121,71 @@ def test_parity_of_a_language_model_on_three_ranks_and_two_replicas() -> None:
         sequence_parallel_size=2,
         accumulate_grad_batches=2,
     )
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_parity_of_delta_rules_checkpointed(size: int) -> None:
+    # two key heads and four value heads: at three ranks, ranks read key heads unevenly
+    module = partial(make_language_model, "qwen3_next, delta rule", checkpointing=True)
+    assert_parity(module, [text_batch(seed) for seed in range(3)], world_size=size, sequence_parallel_size=size)
+
+
+def test_parity_of_state_spaces_and_convolutions_checkpointed() -> None:
+    for name in ("lfm2, short convolutions", "mamba2"):
+        module = partial(make_language_model, name, checkpointing=True)
+        assert_parity(module, [text_batch(seed) for seed in range(3)], world_size=3, sequence_parallel_size=3)
+
+
+def _without_labels_on_the_second_replica() -> list[dict[str, Tensor]]:
+    batches = [text_batch(seed) for seed in range(6)]
+    for batch in batches[1::2]:
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+    return batches
+
+
+class _NothingToLearn(ParityModule):
+    """In one process the mean over no labels is NaN; a loss of 0 is what it stands for."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        outputs = self.model(**batch)
+        empty = bool((batch["labels"] == -100).all())
+        if empty and not hasattr(outputs, "sequence_shard"):
+            return outputs.logits.sum() * 0.0
+        assert not empty or float(outputs.loss.detach()) == 0.0
+        return outputs.loss
+
+
+def _nothing_to_learn() -> ParityModule:
+    return _NothingToLearn(make_language_model("llama").model)
+
+
+def test_parity_of_a_replica_without_any_label() -> None:
+    batches = _without_labels_on_the_second_replica()
+    assert_parity(_nothing_to_learn, batches, world_size=4, sequence_parallel_size=2)
+
+
+def test_parity_of_a_shard_without_any_label() -> None:
+    batches = [text_batch(seed) for seed in range(3)]
+    for batch in batches:
+        batch["labels"][:, 8:] = -100
+    assert_parity(partial(make_language_model, "qwen3"), batches, world_size=3, sequence_parallel_size=3)
+
+
+class _WholeCount(ParityModule):
+    """Divides by the labels of the whole optimizer step, as transformers' Trainer does."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        items = torch.tensor(37)
+        loss: Tensor = self.model(**batch, num_items_in_batch=items).loss
+        return loss
+
+
+def _whole_count() -> ParityModule:
+    return _WholeCount(make_language_model("qwen2").model)
+
+
+def test_parity_of_a_count_over_accumulated_batches() -> None:
+    assert_parity(_whole_count, [text_batch(seed) for seed in range(4)], accumulate_grad_batches=2)
 
 
 def _router_losses() -> ParityModule:

@@ -9,13 +9,23 @@ import torch.distributed as dist
 from flash_stand_in import CALLS, use_flash
 from torch import Tensor
 
-from lightning_vdp import token_log_probs
+from lightning_vdp import UlyssesVisionDPStrategy, token_log_probs
 from lightning_vdp.call import Settings
 from lightning_vdp.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import find_models
 from lightning_vdp.packing import pack_samples
-from lightning_vdp.testing import ParityModule, PromoteFloat32, assert_parity, run_ranks, tiny_batch, tiny_model
+from lightning_vdp.testing import (
+    Batches,
+    ParityModule,
+    PromoteFloat32,
+    RankFailed,
+    assert_parity,
+    quiet_trainer,
+    run_ranks,
+    tiny_batch,
+    tiny_model,
+)
 
 CONTENT: list[dict[str, Any]] = [
     {"rows": [[(1, 4, 4)]], "text": 4},
@@ -102,3 +112,18 @@ def test_padded_samples_are_refused() -> None:
 def test_positions_of_text_alone_count_from_zero_in_each_sample() -> None:
     parts = [{"input_ids": torch.ones(1, length, dtype=torch.int64)} for length in (3, 2)]
     assert pack_samples(parts)["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+
+
+def _pack_linear_attention() -> None:
+    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=2)
+    model = tiny_model("qwen3_5")
+    parts = [tiny_batch("qwen3_5", seed=index, dtype=torch.float32, **content) for index, content in enumerate(CONTENT)]
+    loader = Batches([pack_samples(parts, model)])
+    quiet_trainer(devices=2, strategy=strategy).fit(ParityModule(model), loader)
+
+
+def test_packed_rows_are_refused_where_linear_attention_would_mix_samples() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_pack_linear_attention, 2)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "linear attention would carry its state from one to the next" in caught.value.failures[0]

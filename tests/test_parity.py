@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_vdp.testing import ParityModule, RankFailed, assert_parity, measure_parity, tiny_batch, tiny_model
 
 STEPS = 3
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def make_module(family: str, checkpointing: bool = False, **model: Any) -> ParityModule:

@@ -149,3 +149,45 @@ def test_parity_of_a_preference_step(checkpointing: bool) -> None:
         for seed in range(3)
     ]
     assert_parity(partial(_preference, checkpointing), pairs)
+
+
+class _Smoothed(ParityModule):
+    """Cross entropy with smoothed labels: torch's own in one process, from shards of logits on ranks."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
+        shard = getattr(outputs, "sequence_shard", None)
+        if shard is None:
+            flat = outputs.logits[:, :-1].flatten(0, 1)
+            return functional.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.2)
+        log_probs = token_log_probs(outputs.logits, labels, shard, label_smoothing=0.2)
+        return -log_probs.sum() / (labels[:, 1:] != -100).sum()
+
+
+def _smoothed() -> ParityModule:
+    return _Smoothed(tiny_model("qwen3_vl").train())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parity_of_smoothed_labels(size: int) -> None:
+    batches = [tiny_batch("qwen3_vl", seed=seed) for seed in range(3)]
+    assert_parity(_smoothed, batches, world_size=size, sequence_parallel_size=size)
+
+
+class _WholeLogits(ParityModule):
+    """A loss of the user's own on whole logits, as if nothing were divided."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        outputs = self.model(**batch)
+        assert outputs.logits.shape[:2] == batch["labels"].shape
+        return outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean()
+
+
+def _whole_logits() -> ParityModule:
+    return _WholeLogits(tiny_model("qwen2_5_vl").train())
+
+
+def test_parity_of_a_loss_on_whole_logits() -> None:
+    batches = [tiny_batch("qwen2_5_vl", seed=seed) for seed in range(3)]
+    assert_parity(_whole_logits, batches, strategy_arguments={"logits": "whole"})

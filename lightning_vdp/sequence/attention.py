@@ -8,52 +8,17 @@ Shape suffixes: B rows of the batch, H heads, T positions of a shard, S position
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call import CALL, ForwardCall
-from lightning_vdp.collectives import all_to_all
-from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
+from lightning_vdp.sequence.heads import head_split, to_heads, to_sequence
 
-__all__ = ["attention_dispatcher", "head_split", "ulysses_attention"]
+__all__ = ["attention_dispatcher", "ulysses_attention", "unmixed"]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-class HeadSplit(NamedTuple):
-    """The heads of one rank: a run of query heads, the run of kv heads they read, and which of these each reads."""
-
-    query: range
-    key_value: range
-    reads: tuple[int, ...]
-
-    @property
-    def groups(self) -> int | None:
-        """Query heads that read each kv head, or None if that differs."""
-        groups = len(self.query) // len(self.key_value)
-        regular = tuple(head for head in range(len(self.key_value)) for _ in range(groups))
-        return groups if self.reads == regular else None
-
-
-@functools.lru_cache
-def head_split(query_heads: int, key_value_heads: int, ranks: int) -> tuple[HeadSplit, ...]:
-    """Divides heads over ranks: query heads as evenly as they go, and to each rank the kv heads that these read.
-
-    Raises:
-        ValueError: If there are more ranks than query heads.
-    """
-    if query_heads < ranks:
-        raise ValueError(f"{query_heads} query heads cannot be divided over {ranks} ranks.")
-    sizes, group = shard_sizes(query_heads, ranks), query_heads // key_value_heads
-    splits = []
-    for rank in range(ranks):
-        query = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        key_value = range(query[0] // group, query[-1] // group + 1)
-        splits.append(HeadSplit(query, key_value, tuple(head // group - key_value[0] for head in query)))
-    return tuple(splits)
 
 
 class _ModuleView:
@@ -64,41 +29,6 @@ class _ModuleView:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
-
-
-def _run(heads: range, x_BHTD: Tensor) -> Tensor:
-    return x_BHTD.narrow(1, heads.start, len(heads)).transpose(0, 1)
-
-
-def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceShard) -> list[Tensor]:
-    """Sequence shards to head shards, in one exchange.
-
-    Args:
-        tensors: Each of shape ``[B, H, T, D]``, equal but for H.
-        heads: For each destination, the run of heads of each tensor that goes there.
-        shard: The shards.
-
-    Returns:
-        Each of shape ``[B, H_r, S, D]``.
-    """
-    batch, _, positions, width = tensors[0].shape
-    pieces = [_run(run, tensor) for runs in heads for run, tensor in zip(runs, tensors)]
-    sent = [sum(map(len, runs)) * batch * positions * width for runs in heads]
-    counts = [len(run) for run in heads[shard.rank]]
-    received = [sum(counts) * batch * size * width for size in shard.sizes]
-    flat = all_to_all(torch.cat(pieces).view(-1), sent, received, shard.group)
-    chunks = [chunk.view(sum(counts), batch, size, width) for chunk, size in zip(flat.split(received), shard.sizes)]
-    return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
-
-
-def _to_sequence(x_BSHD: Tensor, heads: list[int], shard: SequenceShard) -> Tensor:
-    """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
-    batch, _, own, width = x_BSHD.shape
-    sent = [batch * size * own * width for size in shard.sizes]
-    received = [batch * shard.size * count * width for count in heads]
-    flat = all_to_all(x_BSHD.transpose(0, 1).contiguous().view(-1), sent, received, shard.group)
-    chunks = [chunk.view(shard.size, batch, count, width) for chunk, count in zip(flat.split(received), heads)]
-    return torch.cat(chunks, dim=2).transpose(0, 1)
 
 
 def ulysses_attention(
@@ -138,12 +68,8 @@ def ulysses_attention(
         )
     call.attended[id(module)] = call.attended.get(id(module), 0) + 1
     splits = head_split(query.shape[1], key.shape[1], len(shard.sizes))
-    if query.shape[-1] == value.shape[-1]:
-        heads = [[split.query, split.key_value, split.key_value] for split in splits]
-        query, key, value = _to_heads([query, key, value], heads, shard)
-    else:
-        query, key = _to_heads([query, key], [[split.query, split.key_value] for split in splits], shard)
-        (value,) = _to_heads([value], [[split.key_value] for split in splits], shard)
+    heads = [[split.query, split.key_value, split.key_value] for split in splits]
+    query, key, value = to_heads([query, key, value], heads, shard)
     mine = splits[shard.rank]
     groups = mine.groups
     if groups is None:
@@ -163,7 +89,7 @@ def ulysses_attention(
     if isinstance(kwargs.get("s_aux"), Tensor):
         kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
-    return _to_sequence(output, [len(split.query) for split in splits], shard), None
+    return to_sequence(output, [len(split.query) for split in splits], shard), None
 
 
 @functools.lru_cache
@@ -228,11 +154,11 @@ class _AttentionDispatcher:
 attention_dispatcher = _AttentionDispatcher()
 
 
-def unattended(call: ForwardCall, layers: Iterable[nn.Module]) -> list[str]:
-    """Describes the layers in which attention did not pass through Ulysses exactly once."""
+def unmixed(call: ForwardCall, layers: Iterable[nn.Module]) -> list[str]:
+    """Describes the layers whose attention, or what mixes tokens in its place, did not run divided exactly once."""
     problems = []
     for index, layer in enumerate(layers):
-        times = sum(call.attended.get(id(module), 0) for module in layer.modules())
-        if times != 1:
-            problems.append(f"layer {index} ({type(layer).__name__}): {times} times")
+        times = [call.attended[id(module)] for module in layer.modules() if id(module) in call.attended]
+        if not times or set(times) != {1}:
+            problems.append(f"layer {index} ({type(layer).__name__}): {max(times, default=0)} times")
     return problems

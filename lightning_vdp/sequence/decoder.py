@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
 from lightning_vdp.models import unwrap
-from lightning_vdp.sequence.attention import unattended
+from lightning_vdp.sequence.attention import unmixed
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
 
@@ -51,8 +51,11 @@ def shard_layer_inputs(first: bool, layer: nn.Module, args: tuple[Any, ...], kwa
         return None
     if first:
         args = (shard_sequence(args[0], call.shard), *args[1:])
-    tables = kwargs["position_embeddings"]
-    return args, {**kwargs, "position_embeddings": tuple(call.cut_once(table, -2) for table in tables)}
+    tables = kwargs.get("position_embeddings")
+    if tables is None:
+        return args, kwargs
+    cut = call.cut_once(tables, -2) if isinstance(tables, Tensor) else tuple(call.cut_once(x, -2) for x in tables)
+    return args, {**kwargs, "position_embeddings": cut}
 
 
 def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -64,7 +67,7 @@ def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dic
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return None
-    problems = unattended(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()])
+    problems = unmixed(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()])
     if problems:
         raise RuntimeError(
             f"{type(decoder).__name__} cannot be divided over the sequence: each layer's attention must pass once through "

@@ -4,6 +4,7 @@ Results are whole sequences, the same on every rank of a group, and differentiab
 learning losses are made of.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -62,9 +63,11 @@ def _positions(
     return (values if shard is None else gather_sequence(values, shard))[..., :-1]
 
 
-def _log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+def _log_probs(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     logits = logits.float()
     picked = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        picked = (1 - label_smoothing) * picked + label_smoothing * logits.mean(-1)
     return (picked - logits.logsumexp(-1)).masked_fill(targets == IGNORED, 0.0)
 
 
@@ -73,13 +76,16 @@ def _entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(-1).masked_fill(targets == IGNORED, 0.0)
 
 
-def token_log_probs(logits: Tensor, labels: Tensor, shard: SequenceShard | None = None) -> Tensor:
+def token_log_probs(
+    logits: Tensor, labels: Tensor, shard: SequenceShard | None = None, label_smoothing: float = 0.0
+) -> Tensor:
     """Log-probability of each label given what precedes it.
 
     Args:
         logits: `outputs.logits`: of this rank's shard, shape ``[B, T, V]``.
         labels: Of the whole sequence, not shifted, shape ``[B, S]``; -100 does not count.
         shard: `outputs.sequence_shard`; None where logits are whole.
+        label_smoothing: Weight of the mean over the whole vocabulary, as in `torch.nn.functional.cross_entropy`.
 
     Returns:
         Float32, shape ``[B, S - 1]``: position t belongs to ``labels[:, t + 1]``; 0 where that does not count.
@@ -87,7 +93,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, shard: SequenceShard | None 
     Raises:
         ValueError: If logits and labels do not fit.
     """
-    return _positions(_log_probs, logits, labels, shard)
+    return _positions(functools.partial(_log_probs, label_smoothing=label_smoothing), logits, labels, shard)
 
 
 def token_entropy(logits: Tensor, labels: Tensor, shard: SequenceShard | None = None) -> Tensor:

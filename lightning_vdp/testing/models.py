@@ -52,6 +52,15 @@ _INTERNVL = {
 # tokens of an image of a family whose images all have one size
 _FIXED_TOKENS = {"llava": 16, "internvl": 4}
 
+_DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+}
+
 TINY_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VL",
@@ -85,6 +94,7 @@ TINY_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    "qwen3_5": ("Qwen3_5", {**_TOWER, "num_position_embeddings": 64}, _DELTA_RULE),
     "llava": ("Llava", _CLIP, {"model_type": "llama"}),
     "internvl": ("InternVL", _INTERNVL, {"model_type": "qwen2"}),
 }

@@ -1,0 +1,173 @@
+"""Token mixers beside attention: convolutions by channel, gated delta rules by head, others around gathered states.
+
+Modeling files of transformers mix tokens in functions of known names, each with a kernel behind it where one is
+installed. A mixer's forward is run with these functions replaced, for that call alone, by versions that exchange
+sequence shards for channels or heads and back.
+
+Shape suffixes: B rows of the batch, C channels, H heads, T positions of a shard, S positions of the whole, D head width.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import __version__ as transformers_version
+
+from lightning_vdp.call import CALL, ForwardCall
+from lightning_vdp.sequence.heads import head_split, runs, to_heads, to_sequence
+from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
+
+__all__ = ["carries_state", "divided_mixer", "token_mixers"]
+
+
+def _by_channel(
+    function: Callable[..., Tensor],
+    call: ForwardCall,
+    x_BCT: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A depthwise causal convolution over positions: any division of its channels is exact."""
+    channels = runs(x_BCT.shape[1], len(call.shard.sizes))
+    own = slice(channels[call.shard.rank].start, channels[call.shard.rank].stop)
+    (x_BCS1,) = to_heads([x_BCT.unsqueeze(-1)], [[run] for run in channels], call.shard)
+    y_BCS = function(x_BCS1.squeeze(-1), weight[own], None if bias is None else bias[own], **kwargs)
+    y_BTC1 = to_sequence(y_BCS.transpose(1, 2).unsqueeze(-1), [len(run) for run in channels], call.shard)
+    return y_BTC1.squeeze(-1).transpose(1, 2)
+
+
+def _by_head(
+    function: Callable[..., tuple[Tensor, Any]],
+    call: ForwardCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A gated delta rule: heads do not know of each other. Tensors are ``[B, T, H, D]`` or ``[B, T, H]``."""
+    splits = head_split(value.shape[2], key.shape[2], len(call.shard.sizes))
+    tensors = [x.unsqueeze(-1) if x.dim() == 3 else x for x in (query, key, value, g, beta)]
+    heads = [[split.key_value] * 2 + [split.query] * 3 for split in splits]
+    exchanged = [x.transpose(1, 2) for x in to_heads([x.transpose(1, 2) for x in tensors], heads, call.shard)]
+    mine = splits[call.shard.rank]
+    if mine.groups is None:
+        exchanged[:2] = [x[:, :, list(mine.reads)] for x in exchanged[:2]]
+    query, key, value, g, beta = (
+        x.squeeze(-1) if before.dim() == 3 else x for x, before in zip(exchanged, (query, key, value, g, beta))
+    )
+    output, _ = function(query, key, value, g=g, beta=beta, **kwargs)
+    return to_sequence(output, [len(split.query) for split in splits], call.shard), None
+
+
+_DIVIDED: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _by_channel,
+    "torch_chunk_gated_delta_rule": _by_head,
+    "chunk_kimi_delta_attention": _by_head,
+}
+# state space models: their functions take projections, convolution and scan in one
+_GATHERED = frozenset(
+    {
+        "mamba2_chunk_scan",
+        "mamba2_split_conv1d_scan_combined",
+        "mamba_inner_fn",
+        "mamba_selective_scan",
+    }
+)
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    code = _code(module)
+    return frozenset() if code is None else frozenset(code.co_names)
+
+
+def token_mixers(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a decoder layer that mix tokens by one of the known functions."""
+    for module in layer.modules():
+        if _names(module) & (_DIVIDED.keys() | _GATHERED):
+            yield module
+
+
+def carries_state(layers: Iterable[nn.Module]) -> bool:
+    """Whether some layer hands a state from position to position, which knows no masks."""
+    return any(True for layer in layers for _ in token_mixers(layer))
+
+
+def divided_mixer(module: nn.Module) -> Callable[..., Any]:
+    """Makes the function that stands in for the forward of a token mixer.
+
+    Args:
+        module: As found by `token_mixers`.
+    """
+    forward = type(module).forward
+    names = _names(module)
+    if names & _GATHERED:
+        return functools.partial(_run_gathered, inspect.signature(forward))
+    return functools.partial(_run_divided, inspect.signature(forward), tuple(sorted(names & _DIVIDED.keys())))
+
+
+def _arguments(
+    signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
+    bound.update(bound.pop("kwargs", {}))
+    bound.pop("self")
+    bound.pop(CALL, None)
+    return bound
+
+
+def _run_divided(
+    signature: inspect.Signature, names: tuple[str, ...], self: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    call: ForwardCall | None = kwargs.get(CALL)
+    own = inspect.unwrap(type(self).forward)
+    if call is None or call.whole:
+        return type(self).forward(self, *args, **kwargs)
+    arguments = _arguments(signature, self, args, kwargs)
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        arguments["attention_mask"] = shard_sequence(mask, call.shard)
+    used: set[str] = set()
+
+    def divided(name: str) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            used.add(name)
+            return _DIVIDED[name](own.__globals__[name], call, *args, **kwargs)
+
+        return function
+
+    replaced = {**own.__globals__, **{name: divided(name) for name in names}}
+    forward = FunctionType(own.__code__, replaced, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    output = forward(self, **arguments)
+    if used != set(names):
+        raise RuntimeError(
+            f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
+            "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
+        )
+    call.attended[id(self)] = call.attended.get(id(self), 0) + 1
+    return output
+
+
+def _run_gathered(signature: inspect.Signature, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Every rank mixes the whole sequence and keeps its shard: exact, and no lighter than undivided."""
+    call: ForwardCall | None = kwargs.get(CALL)
+    if call is None or call.whole:
+        return type(self).forward(self, *args, **kwargs)
+    arguments = _arguments(signature, self, args, kwargs)
+    first = next(iter(arguments))
+    arguments[first] = gather_sequence(arguments[first], call.shard)
+    output = type(self).forward(self, **arguments)
+    call.attended[id(self)] = call.attended.get(id(self), 0) + 1
+    if isinstance(output, tuple):
+        return (shard_sequence(output[0], call.shard), *output[1:])
+    return shard_sequence(output, call.shard)
