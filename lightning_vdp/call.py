@@ -74,11 +74,13 @@ class ForwardCall:
         "device",
         "family",
         "headers",
+        "ids",
         "lockstep",
         "loose_ends",
         "mesh",
         "observers",
         "plans",
+        "routed",
         "routes",
         "settings",
         "shard",
@@ -102,13 +104,16 @@ class ForwardCall:
         self.settings = settings
         self.family = family
         self.shard = SequenceShard(length, mesh.sequence_group)
-        self.plans = plans
+        self.plans = dict(plans)
         self.headers = headers
         self.device = device
         self.lockstep = lockstep
         self.observers = observers
         self.whole = whole
-        self.routes: Mapping[str, Routes] = {}
+        self.ids: Tensor | None = None
+        # whether features go to the ranks that hold their placeholders, rather than to all
+        self.routed = False
+        self.routes: dict[str, Routes] = {}
         self.base: nn.Module | None = None
         self.attended: dict[int, int] = {}
         self.loose_ends: list[Tensor] = []

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vdp.call import host_copy, known_host_copy
-from lightning_vdp.models import Family, Modality, tokens_of_image
+from lightning_vdp.models import Facts, Family, Modality
 
 __all__ = ["count_placeholders", "describe_bad_input", "grids_of"]
 
@@ -25,7 +25,7 @@ def grids_of(arguments: Mapping[str, Any], modality: Modality) -> list[list[int]
 
 def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
     """Number of a modality's placeholder tokens in input ids ``[B, S]``."""
-    return int((host_copy(ids) == getattr(config, modality.token_id)).sum())
+    return int((host_copy(ids) == modality.token(config)).sum())
 
 
 def describe_bad_input(
@@ -70,7 +70,7 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
             (
                 problem
                 for modality in family.modalities
-                if (problem := _describe_modality(arguments, modality, config)) is not None
+                if (problem := _describe_modality(arguments, modality, config, family.facts)) is not None
             ),
             None,
         )
@@ -146,23 +146,24 @@ def _describe_packing(arguments: Mapping[str, Any]) -> str | None:
     )
 
 
-def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any) -> str | None:
+def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any, facts: Facts) -> str | None:
     pixels = arguments.get(modality.pixels)
     if pixels is None:
         return None
-    ids = arguments.get("input_ids")
-    tokens = count_placeholders(ids, modality, config) if isinstance(ids, Tensor) else None
+    name = modality.name
+    nothing = f"`{modality.pixels}` is there but holds no {name}; leave it out of batches without {name}s"
     if modality.grid is None:
-        return _describe_items(arguments, modality, pixels, tokens, config)
+        return None if pixels.shape[: facts.unit_dims].numel() else nothing
     if arguments.get(modality.grid) is None:
         return f"`{modality.pixels}` came without `{modality.grid}`; pass what the processor returned"
-    foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name != modality.grid]
+    known = {modality.grid, *modality.arguments}
+    foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name not in known]
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
-    merge = int(config.vision_config.spatial_merge_size)
     grids = grids_of(arguments, modality)
     if not grids:
-        return f"`{modality.pixels}` is there but holds no {modality.name}; leave it out of batches without {modality.name}s"
+        return nothing
+    merge = int(getattr(config.vision_config, "spatial_merge_size", 1)) if facts.merged_rows else 1
     for unit, (time, height, width) in enumerate(grids):
         if min(time, height, width) < 1 or height % merge or width % merge:
             return (
@@ -175,29 +176,14 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
             f"`{modality.pixels}` has {pixels.shape[0]} patches, but `{modality.grid}` describes {patches}; pass both from "
             "one call of the processor"
         )
-    if tokens is not None and tokens != patches // merge**2:
+    ids = arguments.get("input_ids")
+    if not facts.merged_rows or not isinstance(ids, Tensor):
+        return None
+    tokens = count_placeholders(ids, modality, config)
+    if tokens != patches // merge**2:
         return (
             f"the batch has {tokens} {modality.name} tokens, but its {len(grids)} {modality.name}s yield "
             f"{patches // merge**2} features; check that truncation did not cut {modality.name} tokens off"
-        )
-    return None
-
-
-def _describe_items(
-    arguments: Mapping[str, Any], modality: Modality, pixels: Tensor, tokens: int | None, config: Any
-) -> str | None:
-    if arguments.get("image_sizes") is not None:
-        return "`image_sizes` makes the features of images differ in number, which is not divided yet; leave it out"
-    if tokens is None:
-        return f"the features of {modality.name}s are placed by `input_ids`; pass them instead of `inputs_embeds`"
-    if pixels.dim() != 4 or not len(pixels):
-        return f"`{modality.pixels}` has shape {list(pixels.shape)}, but must be [{modality.name}s, channels, height, width]"
-    strategy = arguments.get("vision_feature_select_strategy")
-    rows = len(pixels) * tokens_of_image(pixels.shape[-2], pixels.shape[-1], config, strategy)
-    if tokens != rows:
-        return (
-            f"the batch has {tokens} {modality.name} tokens, but its {len(pixels)} {modality.name}s yield {rows} features; "
-            f"check that truncation did not cut {modality.name} tokens off"
         )
     return None
 

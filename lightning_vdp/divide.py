@@ -16,7 +16,7 @@ from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_hos
 from lightning_vdp.checks import describe_bad_input
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import DividedModel, Family, tower_of
+from lightning_vdp.models import DividedModel, Facts, Family, Modality, tower_of
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
 from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, token_mixers
@@ -24,8 +24,10 @@ from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sh
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
 from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
-from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units, route_units
+from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units
+from lightning_vdp.vision.selection import describe_unit, select_units
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
+from lightning_vdp.vision.units import UnitPlan
 
 __all__ = ["Division", "divide_models"]
 
@@ -177,7 +179,7 @@ def _divide_model(
     division.hook(model.base.register_forward_pre_hook, enter)
     for modality in model.family.modalities:
         division.method(model.base, modality.features, divided_features(modality))
-    if model.family.modalities:
+    if model.family.modalities and model.family.facts.routed:
         division.method(model.base, "get_placeholder_mask", restricted_placeholders)
     division.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
     division.hook(model.decoder.register_forward_hook, check_decoder_outputs)
@@ -237,9 +239,11 @@ def _start_call(
         header = {"length": [sequence.shape[1]], "modalities": []}
         for index, modality in enumerate(family.modalities):
             if arguments.get(modality.pixels) is not None:
-                draft = drafts[modality.name] = list_units(modality, arguments, config)
+                draft = drafts[modality.name] = list_units(modality, arguments, config, family.facts)
                 header["modalities"].append(index)
                 header[f"{modality.name}_units"] = list(draft.sizes)
+                if not family.facts.tiny_unit:
+                    header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, family.facts)
         shifted = arguments.get("shift_labels")
         labels = arguments.get("labels") if shifted is None else shifted
         if isinstance(labels, Tensor) and arguments.get("labels") is not None:
@@ -252,7 +256,7 @@ def _start_call(
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
-    plans = {name: assign_units(draft, family, config, settings, ranks) for name, draft in drafts.items()}
+    plans = {name: assign_units(draft, family.facts, config, settings, ranks) for name, draft in drafts.items()}
     return ForwardCall(
         mesh,
         settings,
@@ -265,6 +269,13 @@ def _start_call(
         mesh.vision_observers if whole is None else (),
         bool(whole),
     )
+
+
+def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
+    plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
+    own = {name: value for name, value in arguments.items() if name in modality.arguments}
+    smallest = min(range(len(draft.sizes)), key=draft.sizes.__getitem__)
+    return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
 
 def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -303,14 +314,19 @@ def _enter_base(
     ids = arguments.get("input_ids")
     modalities = [modality for modality in call.family.modalities if modality.name in call.plans]
     carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in modalities}
-    routed = call.settings.vision_data_parallel and call.settings.vision_exchange == "routed" and not call.whole
-    if ids is not None and routed:
-        call.routes = {modality.name: route_units(modality, ids, base.config, call) for modality in modalities}
+    whole = call.whole or "mm_encoder_outputs" in arguments or not call.family.facts.routed
+    call.routed = ids is not None and _routes_features(call.settings) and not whole
+    call.ids = ids
+    if call.routed:
         carriers["input_ids"] = with_call(ids, call)
     # in the places where they came: some decorators of forwards add keyword arguments of their own
     names = list(signature.parameters)[1 : len(args) + 1]
     positional = tuple(carriers.pop(name, value) for name, value in zip(names, args))
     return positional, {**kwargs, **carriers}
+
+
+def _routes_features(settings: Settings) -> bool:
+    return settings.vision_data_parallel and settings.vision_exchange == "routed"
 
 
 def _describe_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

@@ -21,11 +21,15 @@ FIELDS = (
     "modalities",  # names of the towers to run, by index in the family
     "image_units",  # patches of each image
     "video_units",  # patches of each video
+    "image_smallest",  # description of the smallest image, for ranks without any
+    "video_smallest",  # description of the smallest video
+    "rows",  # measured rows of features of this rank's units
+    "placeholders",  # placeholder tokens that these rows fill
     "length",  # positions of the sequence
     "tokens",  # labels that count in the loss
 )
 # one message of this many numbers holds most headers; longer ones take a second message
-_CAPACITY = 64
+_CAPACITY = 96
 
 
 class StepError(RuntimeError):

@@ -1,7 +1,8 @@
 """Where a model keeps its tower, decoder and head. Facts about families are data here, not branches elsewhere."""
 
+import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -10,15 +11,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = [
-    "FAMILIES",
+    "FACTS",
+    "REFUSED",
     "DividedModel",
+    "Facts",
     "Family",
     "Modality",
+    "family_of",
     "find_models",
     "is_block",
     "query_heads",
     "smallest_unit",
-    "tokens_of_image",
     "tower_of",
     "unwrap",
 ]
@@ -26,71 +29,136 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Modality:
-    """One kind of vision input and the names under which transformers knows it.
+    """One kind of vision input and the names under which a model knows it.
 
     Args:
         name: What messages call it.
-        pixels: Forward argument with the pixels: packed patches ``[patches, values]`` where there is a grid, else images
-            ``[units, channels, height, width]``.
+        pixels: Forward argument with the pixels: packed patches ``[patches, ...]`` where there is a grid, else one row
+            for each unit.
         grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``;
             None where each row of the pixels is a unit.
         features: Method of the base model that runs the tower and the projector.
-        token_id: Attribute of the config with the id of the placeholder token.
-        splits_frames: Whether the tower treats the frames of a video apart, so that each is a unit of its own.
+        arguments: All arguments of that method.
     """
 
     name: str
     pixels: str
     grid: str | None
     features: str
-    token_id: str
+    arguments: tuple[str, ...] = ()
+
+    def token(self, config: Any) -> int:
+        """The id of the placeholder token."""
+        names = [f"{self.name}_token_id", f"{self.name}_token_index", f"{self.name}_patch_id"]
+        for name in [*names, "image_token_id", "image_token_index"]:
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                return value
+        raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What no signature and no config of a model type says.
+
+    Args:
+        merged_rows: Whether a unit yields a row of features for each square of `spatial_merge_size` patches, so that
+            rows are known before the tower runs; else they are measured.
+        splits_frames: Whether the tower treats the frames of a video apart, so that each is a unit of its own.
+        tiny_unit: Whether the tower takes one square of `spatial_merge_size` patches as an image; else a rank without
+            units runs one like the smallest of others.
+        tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
+        features: Field of the features method's output.
+        ragged: Arguments of the features method whose rows belong to units by the counts in another argument.
+        unit_dims: Leading dimensions of the pixels that count units.
+        listed: Whether the output tells the rows of each unit; else units stay in order.
+        routed: Whether placeholders may be restricted to those of a shard; else all features are gathered.
+    """
+
+    merged_rows: bool = False
     splits_frames: bool = False
+    tiny_unit: bool = False
+    tower_mlp_matrices: int = 2
+    features: str = "pooler_output"
+    ragged: Mapping[str, str] = field(default_factory=dict)
+    unit_dims: int = 1
+    listed: bool = True
+    routed: bool = True
 
 
-IMAGE = Modality("image", "pixel_values", "image_grid_thw", "get_image_features", "image_token_id")
-VIDEO = Modality(
-    "video", "pixel_values_videos", "video_grid_thw", "get_video_features", "video_token_id", splits_frames=True
-)
-FIXED_SIZE_IMAGE = Modality("image", "pixel_values", None, "get_image_features", "image_token_id")
+_PACKED = Facts(merged_rows=True, splits_frames=True, tiny_unit=True)
+FACTS: Mapping[str, Facts] = {
+    "qwen2_vl": _PACKED,
+    "qwen2_5_vl": replace(_PACKED, tower_mlp_matrices=3),
+    "qwen3_vl": _PACKED,
+    "qwen3_vl_moe": _PACKED,
+    "qwen3_5": _PACKED,
+    "qwen3_5_moe": _PACKED,
+}
+"""Facts about vision-language models by the `model_type` of their config."""
+
+_CROSS = "its decoder attends to images by cross attention, which is not divided"
+_PAIR = "it is an encoder-decoder, whose decoder attends to another sequence"
+REFUSED: Mapping[str, str] = {
+    "blip": _CROSS,
+    "evolla": _CROSS,
+    "git": "its images stand in front of the text as rows of their own, without placeholder tokens",
+    "idefics": _CROSS,
+    "mllama": _CROSS,
+    "florence2": _PAIR,
+    "pi0": "it predicts actions by flow matching and has no language model loss",
+    "pix2struct": _PAIR,
+    "pp_formulanet": _PAIR,
+    "t5gemma2": _PAIR,
+    "udop": _PAIR,
+    "vision-encoder-decoder": _PAIR,
+    "diffusion_gemma": "it predicts blocks by diffusion and has no causal language model loss",
+}
+"""Model types that cannot be divided, by reason."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between model types that share one way of being divided.
+    """How models of one type are divided.
 
     Args:
         modalities: Kinds of vision input in the order in which the model's forward runs them.
-        tower: Child of the base model that encodes patches; None in language models.
-        decoder: Child of the base model that holds the language model's layers; None where that is the base model itself.
-        base: Child of the model with a head that is the base model.
-        tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
+        facts: What had to be said about the type.
+        tower: Child of the base model that encodes patches; None in language models and where there is no tower.
         needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
     """
 
-    modalities: tuple[Modality, ...] = (IMAGE, VIDEO)
-    tower: str | None = "visual"
-    decoder: str | None = "language_model"
-    base: str = "model"
-    tower_mlp_matrices: int = 2
-    needs_token_types: bool = True
+    modalities: tuple[Modality, ...] = ()
+    facts: Facts = Facts()
+    tower: str | None = None
+    needs_token_types: bool = False
 
 
-_QWEN_VL = Family()
-_FIXED_SIZE = Family(modalities=(FIXED_SIZE_IMAGE,), tower="vision_tower", needs_token_types=False)
-FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": _QWEN_VL,
-    "qwen2_5_vl": Family(tower_mlp_matrices=3),
-    "qwen3_vl": _QWEN_VL,
-    "qwen3_vl_moe": _QWEN_VL,
-    "qwen3_5": _QWEN_VL,
-    "qwen3_5_moe": _QWEN_VL,
-    "llava": _FIXED_SIZE,
-    "internvl": _FIXED_SIZE,
-}
-"""Families of vision-language models by the `model_type` of their config."""
-
-LANGUAGE_MODEL = Family(modalities=(), tower=None, decoder=None, needs_token_types=False)
+LANGUAGE_MODEL = Family()
 """Every causal language model that keeps its layers where transformers' conventions say."""
+
+_TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
+_FEATURES = {"image": "get_image_features", "video": "get_video_features"}
+
+
+def family_of(base: PreTrainedModel) -> Family:
+    """Reads off a base model how it is divided: transformers names methods and their arguments alike in all models."""
+    modalities = []
+    for name, method in _FEATURES.items():
+        if callable(getattr(base, method, None)):
+            parameters = inspect.signature(getattr(type(base), method)).parameters
+            names = tuple(
+                name for name, value in parameters.items() if name != "self" and value.kind is not value.VAR_KEYWORD
+            )
+            grid = next((argument for argument in names if argument.endswith("grid_thw")), None)
+            modalities.append(Modality(name, names[0], grid, method, names))
+    positions = getattr(type(base), "get_rope_index", None)
+    return Family(
+        modalities=tuple(modalities),
+        facts=FACTS.get(base.config.model_type, Facts()),
+        tower=next((name for name in _TOWERS if _child(base, name) is not None), None),
+        needs_token_types=positions is not None and "mm_token_type_ids" in inspect.signature(positions).parameters,
+    )
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -128,7 +196,7 @@ class DividedModel:
     @property
     def entries(self) -> tuple[PreTrainedModel, ...]:
         """The modules whose forward may be a user's call, outermost first."""
-        return (self.base,) if self.head is None else (self.head, self.base)
+        return (self.base,) if self.head is None or self.head is self.base else (self.head, self.base)
 
     @property
     def tower(self) -> nn.Module | None:
@@ -163,53 +231,69 @@ def find_models(module: nn.Module) -> list[DividedModel]:
     """Finds every supported vision-language model and causal language model inside a module, wherever it hangs.
 
     Raises:
-        ValueError: If there is none; the message says what was looked for and what was found instead.
+        ValueError: If there is none, or one that cannot be divided; the message says what was found.
     """
     pretrained = list(_pretrained(module))
+    for name, model in pretrained:
+        reason = REFUSED.get(model.config.model_type)
+        if reason is not None:
+            raise ValueError(
+                f"{type(model).__name__} at '{name}' (model_type {model.config.model_type!r}) cannot be divided: {reason}; "
+                "set `sequence_parallel_size=1`, or train it with strategy='fsdp'."
+            )
     models = [
-        DividedModel(name, family, _head_of(base, family, pretrained), base, _decoder_of(name, base, family))
-        for name, base, family in _vision_language_bases(pretrained)
+        DividedModel(name, family_of(base), _head_of(base, pretrained), base, _decoder_of(name, base))
+        for name, base in _vision_language_bases(pretrained)
     ]
     within = {id(part) for model in models for part in (model.head or model.base).modules()}
     for name, head in pretrained:
-        base = _child(head, LANGUAGE_MODEL.base)
+        base = _child(head, "model")
         known = head.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and id(head) not in within
-        if known and isinstance(base, PreTrainedModel) and isinstance(getattr(base, "layers", None), nn.ModuleList):
+        if known and isinstance(base, PreTrainedModel) and _has_layers(base):
             models.append(DividedModel(name, LANGUAGE_MODEL, head, base, base))
     if not models:
         found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
         raise ValueError(
-            f"No supported model in {type(module).__name__}: looked in all its submodules for a Hugging Face model with a "
-            f"vision tower and a decoder, of model_type {', '.join(FAMILIES)}, and for causal language models; found "
+            f"No supported model in {type(module).__name__}: looked in all its submodules for a Hugging Face model with "
+            f"`get_image_features` and a decoder, and for causal language models; found "
             f"{', '.join(found) if found else 'no Hugging Face model at all'}. Make the model an attribute of the "
             "LightningModule in `__init__` or `configure_model`, or train other models with strategy='fsdp'."
         )
     return models
 
 
-def _vision_language_bases(
-    pretrained: list[tuple[str, PreTrainedModel]],
-) -> Iterator[tuple[str, PreTrainedModel, Family]]:
-    for name, base in pretrained:
-        family = FAMILIES.get(base.config.model_type)
-        if family is not None and family.tower is not None and _child(base, family.tower) is not None:
-            yield name, base, family
+def _has_layers(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layers", None), nn.ModuleList)
 
 
-def _decoder_of(name: str, base: PreTrainedModel, family: Family) -> PreTrainedModel:
-    decoder = _child(base, family.decoder) if family.decoder is not None else base
-    if not isinstance(decoder, PreTrainedModel) or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{type(base).__name__} at '{name}' has no decoder: expected a child `{family.decoder}` with `layers`, found "
-            f"{type(decoder).__name__}. Build the whole model before the strategy sets it up."
-        )
-    return decoder
+def _vision_language_bases(pretrained: list[tuple[str, PreTrainedModel]]) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Models with a method for image features, without those that only pass it on to one inside them."""
+    having = [
+        (name, model) for name, model in pretrained if any(hasattr(model, method) for method in _FEATURES.values())
+    ]
+    for name, base in having:
+        inner = {id(child) for child in base.modules()} - {id(base)}
+        if not any(id(other) in inner for _, other in having):
+            yield name, base
 
 
-def _head_of(
-    base: PreTrainedModel, family: Family, pretrained: list[tuple[str, PreTrainedModel]]
-) -> PreTrainedModel | None:
-    return next((parent for _, parent in pretrained if _child(parent, family.base) is base), None)
+def _decoder_of(name: str, base: PreTrainedModel) -> PreTrainedModel:
+    decoder = unwrap(base.get_decoder())
+    for _, part in _pretrained(decoder):
+        # the decoder of some models has a head of its own
+        if _has_layers(part):
+            return part
+    raise ValueError(
+        f"{type(base).__name__} at '{name}' has no decoder: expected a language model with `layers`, found "
+        f"{type(decoder).__name__}. Build the whole model before the strategy sets it up."
+    )
+
+
+def _head_of(base: PreTrainedModel, pretrained: list[tuple[str, PreTrainedModel]]) -> PreTrainedModel | None:
+    for _, parent in pretrained:
+        if any(unwrap(child) is base for child in parent.children()):
+            return parent
+    return base if base.get_output_embeddings() is not None else None
 
 
 def query_heads(module: nn.Module) -> list[int]:
@@ -220,44 +304,21 @@ def query_heads(module: nn.Module) -> list[int]:
         return []
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
 def tower_of(module: nn.Module, family: Family) -> nn.Module:
     """The vision tower of a base model or of a model with a head."""
     assert family.tower is not None
-    base = module if _child(module, family.tower) is not None else _child(module, family.base)
-    assert base is not None
+    parts = [module, *module.children()]
+    base = next(unwrap(part) for part in parts if _child(unwrap(part), family.tower) is not None)
     return unwrap(base.get_submodule(family.tower))
 
 
-def tokens_of_image(height: int, width: int, config: Any, strategy: str | None = None) -> int:
-    """Placeholder tokens of one image of a family whose images all have one size.
+def smallest_unit(config: Any, tower: nn.Module) -> tuple[int, int]:
+    """Shape of the packed pixels of one square of patches that a tower merges.
 
     Args:
-        height: In pixels.
-        width: In pixels.
-        config: The model's config.
-        strategy: "default" leaves the class token out, "full" keeps it. Default: the config's.
-    """
-    rows, columns = _pair(config.vision_config.patch_size)
-    tokens = (height // rows) * (width // columns)
-    if (strategy or getattr(config, "vision_feature_select_strategy", "default")) == "full":
-        tokens += 1
-    return int(tokens * getattr(config, "downsample_ratio", 1) ** 2)
-
-
-def smallest_unit(modality: Modality, config: Any, tower: nn.Module) -> tuple[int, ...]:
-    """Shape of the pixels of the smallest unit that a tower takes.
-
-    Args:
-        modality: Its layout of pixels.
         config: The tower's config.
         tower: The tower.
     """
-    if modality.grid is None:
-        return 1, int(config.num_channels), *_pair(config.image_size)
     projection: Any = unwrap(tower.get_submodule("patch_embed")).get_submodule("proj")
     width = projection.in_channels
     for side in projection.kernel_size:

@@ -31,15 +31,28 @@ from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.fsdp.wrap import known_root, wrap, wraps_more_than_blocks
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import FAMILIES, DividedModel, find_models, query_heads, unwrap
+from lightning_vdp.models import DividedModel, find_models, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
 
 __all__ = ["UlyssesVisionDPStrategy"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_GRIDS = (modality.grid for family in FAMILIES.values() for modality in family.modalities)
+# what planning reads on the host
 _HOST_COPIES = frozenset(
-    {"input_ids", "labels", "position_ids", "shift_labels", *(grid for grid in _GRIDS if grid is not None)}
+    (
+        "input_ids",
+        "labels",
+        "shift_labels",
+        "position_ids",
+        "image_grid_thw",
+        "video_grid_thw",
+        "image_sizes",
+        "image_merge_sizes",
+        "video_merge_sizes",
+        "num_local_patches",
+        "target_sizes",
+        "spatial_shapes",
+    )
 )
 
 

@@ -65,6 +65,9 @@ def shorten(
         return arguments
     if ids is None or "mm_encoder_outputs" in arguments:
         return None
+    if not family.facts.merged_rows and any(modality.pixels in arguments for modality in family.modalities):
+        # which features a cut would keep shows only when the tower has run
+        return arguments
     host = host_copy(ids)
     mask = arguments.get("attention_mask")
     if mask is None:
@@ -75,28 +78,22 @@ def shorten(
         return None
     length, kept = min(limit, len(columns)), {}
     for modality in family.modalities:
-        length, kept[modality.name] = _whole_units(arguments, modality, config, host[0, columns[:length]], host)
+        length, kept[modality.name] = _whole_units(arguments, modality, config, host[0, columns[:length]])
     for modality in family.modalities:
         # a cut for one modality may have cut units of another
-        length, kept[modality.name] = _whole_units(arguments, modality, config, host[0, columns[:length]], host)
+        length, kept[modality.name] = _whole_units(arguments, modality, config, host[0, columns[:length]])
     if length < ranks:
         return None
     return _cut(arguments, family, columns[:length].to(ids.device), ids.shape, kept)
 
 
-def _whole_units(
-    arguments: Mapping[str, Any], modality: Modality, config: Any, row: Tensor, ids: Tensor
-) -> tuple[int, int]:
+def _whole_units(arguments: Mapping[str, Any], modality: Modality, config: Any, row: Tensor) -> tuple[int, int]:
     """Positions of a row up to the first unit that does not fit in whole, and the units before it."""
     if arguments.get(modality.pixels) is None:
         return len(row), 0
-    places = (row == getattr(config, modality.token_id)).nonzero().flatten()
-    if modality.grid is None:
-        units = len(arguments[modality.pixels])
-        rows = [int((ids == getattr(config, modality.token_id)).sum()) // units] * units
-    else:
-        merged = int(config.vision_config.spatial_merge_size) ** 2
-        rows = [time * height * width // merged for time, height, width in grids_of(arguments, modality)]
+    places = (row == modality.token(config)).nonzero().flatten()
+    merged = int(config.vision_config.spatial_merge_size) ** 2
+    rows = [time * height * width // merged for time, height, width in grids_of(arguments, modality)]
     used = units = 0
     while units < len(rows) and used + rows[units] <= len(places):
         used += rows[units]
@@ -121,9 +118,8 @@ def _cut(
         if units == 0:
             result.pop(modality.pixels)
             result.pop(modality.grid or "", None)
-        elif modality.grid is None:
-            result[modality.pixels] = arguments[modality.pixels][:units]
         else:
+            assert modality.grid is not None
             grids = grids_of(arguments, modality)[:units]
             result[modality.grid] = arguments[modality.grid][:units]
             result[modality.pixels] = arguments[modality.pixels][: sum(t * h * w for t, h, w in grids)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.models import FAMILIES
+from lightning_vdp.models import family_of
 from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
 from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
 
@@ -124,8 +124,8 @@ def test_a_long_first_batch_is_cut_also_where_replicas_hold_other_modalities(lim
 
 def test_cut_keeps_whole_images_of_the_first_row() -> None:
     batch = tiny_batch("qwen2_5_vl", rows=[[(1, 4, 4), (1, 6, 8), (1, 4, 4)], [(1, 8, 4)]], text=5, padding="left")
-    config = tiny_model("qwen2_5_vl").config
-    family = FAMILIES["qwen2_5_vl"]
+    base = tiny_model("qwen2_5_vl").model
+    config, family = base.config, family_of(base)
     # 5 words, 4 + 2 for the first image, 5 words, a marker, and then 12 tokens that would pass the limit
     short = shorten(batch, family, config, 2, limit=20)
     assert short is not None

@@ -20,7 +20,7 @@ from lightning_vdp.call import Settings
 from lightning_vdp.callbacks import VisionLoadMonitor
 from lightning_vdp.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import FAMILIES, IMAGE, find_models
+from lightning_vdp.models import FACTS, family_of, find_models
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -174,8 +174,10 @@ def test_gathered_bytes_are_told_as_they_are_moved() -> None:
 
 
 def _owners(batch: dict[str, Tensor]) -> list[int]:
-    config = tiny_model("qwen3_vl").config
-    return list(assign_units(list_units(IMAGE, batch, config), FAMILIES["qwen3_vl"], config, Settings(), 4).owners)
+    base = tiny_model("qwen3_vl").model
+    facts = FACTS["qwen3_vl"]
+    draft = list_units(family_of(base).modalities[0], batch, base.config, facts)
+    return list(assign_units(draft, facts, base.config, Settings(), 4).owners)
 
 
 # ---- exactness, pairwise over exchange, assignment, family, size and case

@@ -35,7 +35,7 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
     if levels is not None:
         mask = kwargs["visual_pos_masks"]
         kwargs["visual_pos_masks"] = local = shard_sequence(mask, call.shard)
-        if not call.routes:
+        if not call.routed:
             rows = (shard_sequence(mask.flatten().cumsum(0).view_as(mask), call.shard) - 1)[local]
             kwargs["deepstack_visual_embeds"] = [level[rows] for level in levels]
     return args, kwargs

@@ -42,16 +42,21 @@ class TowerCost:
         return costs
 
 
-def tower_cost(config: Any, mlp_matrices: int = 2) -> TowerCost:
+def tower_cost(config: Any, mlp_matrices: int = 2) -> TowerCost | None:
     """Reads the cost off a tower's config: widths, depth, and window attention where it has it.
 
     Args:
         config: The tower's config.
         mlp_matrices: Weight matrices of a block's feed-forward layer.
+
+    Returns:
+        The cost, or None if the config does not name widths and depth as others do.
     """
-    width = getattr(config, "embed_dim", None) or config.hidden_size
-    hidden = getattr(config, "intermediate_size", None) or int(width * getattr(config, "mlp_ratio", 4))
-    depth = config.depth
+    width = _number(config, "embed_dim", "hidden_size")
+    depth = _number(config, "depth", "num_hidden_layers")
+    if width is None or depth is None:
+        return None
+    hidden = _number(config, "intermediate_size") or int(width * getattr(config, "mlp_ratio", 4))
     full = getattr(config, "fullatt_block_indexes", None)
     window_blocks = 0 if full is None else depth - len(full)
     window = 0 if full is None else (config.window_size // config.patch_size) ** 2
@@ -62,3 +67,7 @@ def tower_cost(config: Any, mlp_matrices: int = 2) -> TowerCost:
         window_blocks=window_blocks,
         window=window,
     )
+
+
+def _number(config: Any, *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vdp.call import ForwardCall, Settings, host_copy
-from lightning_vdp.checks import count_placeholders, grids_of
-from lightning_vdp.models import Family, Modality
+from lightning_vdp.checks import grids_of
+from lightning_vdp.models import Facts, Modality
 from lightning_vdp.vision.assignment import assign
 from lightning_vdp.vision.cost import patches, tower_cost
 from lightning_vdp.vision.routes import Routes, plan_routes
@@ -23,53 +23,56 @@ class UnitDraft:
 
     Args:
         sizes: Rows of the pixel tensor that each takes.
-        rows: Rows of features that each yields.
+        rows: Rows of features that each yields; None where they are measured.
         grids: ``(time, height, width)`` of each in patches; empty where each row of the pixels is a unit.
         frames: Units that each row of the grid was split into; empty if rows are units.
     """
 
     sizes: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | None
     grids: tuple[tuple[int, ...], ...] = ()
     frames: tuple[int, ...] = ()
 
 
-def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any) -> UnitDraft:
+def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, facts: Facts) -> UnitDraft:
     """Lists the units of one modality, from checked arguments of a forward that has its pixels.
 
     Args:
         modality: The modality.
         arguments: The forward's arguments by name.
         config: The model's config.
+        facts: Facts about the model type.
     """
     if modality.grid is None:
-        count = len(arguments[modality.pixels])
-        tokens = count_placeholders(arguments["input_ids"], modality, config)
-        return UnitDraft((1,) * count, (tokens // count,) * count)
+        return UnitDraft((1,) * arguments[modality.pixels].shape[: facts.unit_dims].numel(), None)
     grids = grids_of(arguments, modality)
     frames: tuple[int, ...] = ()
-    if modality.splits_frames and any(time > 1 for time, _, _ in grids):
+    if modality.name == "video" and facts.splits_frames and any(time > 1 for time, _, _ in grids):
         frames = tuple(time for time, _, _ in grids)
         grids = split_frames(grids)
     sizes = patches(grids)
-    merged = int(config.vision_config.spatial_merge_size) ** 2
-    return UnitDraft(tuple(sizes), tuple(size // merged for size in sizes), tuple(map(tuple, grids)), frames)
+    rows = None
+    if facts.merged_rows:
+        merged = int(config.vision_config.spatial_merge_size) ** 2
+        rows = tuple(size // merged for size in sizes)
+    return UnitDraft(tuple(sizes), rows, tuple(map(tuple, grids)), frames)
 
 
-def assign_units(draft: UnitDraft, family: Family, config: Any, settings: Settings, ranks: int) -> UnitPlan:
+def assign_units(draft: UnitDraft, facts: Facts, config: Any, settings: Settings, ranks: int) -> UnitPlan:
     """Gives units owners such that predicted costs are even.
 
     Args:
         draft: The units.
-        family: Facts about the model.
+        facts: Facts about the model type.
         config: The model's config.
         settings: What is balanced, and how.
         ranks: Size of the sequence group.
     """
     costs = draft.sizes
     if draft.grids and settings.vision_balance == "time":
-        costs = tuple(tower_cost(config.vision_config, family.tower_mlp_matrices)(draft.grids))
-    owners = tuple(assign(costs, ranks, settings.vision_assignment))
+        cost = tower_cost(config.vision_config, facts.tower_mlp_matrices)
+        costs = draft.sizes if cost is None else tuple(cost(draft.grids))
+    owners = tuple(assign(costs, ranks, settings.vision_assignment if facts.listed else "contiguous"))
     return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
 
 
@@ -82,5 +85,5 @@ def route_units(modality: Modality, ids: Tensor, config: Any, call: ForwardCall)
         config: The model's config.
         call: The forward.
     """
-    columns = (host_copy(ids) == getattr(config, modality.token_id)).nonzero()[:, 1]
+    columns = (host_copy(ids) == modality.token(config)).nonzero()[:, 1]
     return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)

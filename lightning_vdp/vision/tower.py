@@ -1,5 +1,6 @@
 """Running the tower on this rank's units, and on a dummy where the lockstep of all ranks asks for it."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vdp.call import CALL, ForwardCall, call_of
-from lightning_vdp.models import Modality, smallest_unit
+from lightning_vdp.checks import count_placeholders
+from lightning_vdp.header import StepError, exchange_headers
+from lightning_vdp.models import Facts, Modality, smallest_unit
 from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
+from lightning_vdp.vision.planning import route_units
+from lightning_vdp.vision.selection import build_unit, select_units
 from lightning_vdp.vision.units import UnitPlan
 
 __all__ = ["divided_features", "restricted_placeholders", "run_absent_towers"]
@@ -44,7 +49,7 @@ def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality) -> Any:
-    plan = call.plans[modality.name]
+    plan, facts = call.plans[modality.name], call.family.facts
     watch = Stopwatch(call.device)
     if not call.settings.vision_data_parallel:
         # without the call: a model may encode videos by way of its method for images
@@ -55,13 +60,19 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         return outputs
     owned = plan.owned(call.shard.rank)
     if owned:
-        outputs = own(**_select(arguments, owned, plan, modality))
-        levels = _levels(outputs)
+        outputs = own(**select_units(arguments, owned, plan, modality, facts))
+        levels = _levels(outputs, facts)
     else:
         outputs, levels = _dummy(own, call, modality, arguments)
     watch.stop()
+    if plan.rows is None:
+        measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in owned], facts) if owned else []
+        plan = call.plans[modality.name] = _agree_on_rows(call, modality, measured)
     _check_rows(levels, plan.rows_per_rank[call.shard.rank], modality)
-    routes = call.routes.get(modality.name)
+    routes = None
+    if call.routed:
+        assert call.ids is not None
+        routes = call.routes[modality.name] = route_units(modality, call.ids, _config(call), call)
     if routes is None:
         exchanged = gather_features(levels, plan, call.shard.group)
     else:
@@ -69,10 +80,23 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     row_bytes = sum(level.shape[1] * level.element_size() for level in levels)
     _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
     units, *deepstack = exchanged
-    # one tensor for all units, ``[units, rows, width]``, or a list
-    pooled = torch.stack(units) if isinstance(outputs.pooler_output, Tensor) else units
     # without the other fields, which describe this rank's units alone and would keep their activations
-    return type(outputs)(pooler_output=pooled, **({"deepstack_features": deepstack} if deepstack else {}))
+    fields = {facts.features: _like(getattr(outputs, facts.features), units)}
+    return type(outputs)(**fields, **({"deepstack_features": deepstack} if deepstack else {}))
+
+
+def _config(call: ForwardCall) -> Any:
+    assert call.base is not None, "the decoder ran outside the forward of its base model"
+    return call.base.config
+
+
+def _like(features: Any, units: list[Tensor]) -> Any:
+    """Features of all units in the form in which a model returns those of some: a list, or one tensor for all."""
+    if not isinstance(features, Tensor):
+        return units
+    if features.dim() == 2:
+        return torch.cat(units)
+    return torch.stack(units) if len({len(unit) for unit in units}) == 1 else torch.cat(units)[None]
 
 
 def _report(
@@ -94,41 +118,71 @@ def _report(
         observe(load)
 
 
-def _select(arguments: dict[str, Any], owned: list[int], plan: UnitPlan, modality: Modality) -> dict[str, Any]:
-    """The arguments for the owned units alone; views joined on the device, since an index list would be copied there."""
-    pixels = arguments[modality.pixels]
-    if owned == list(range(owned[0], owned[-1] + 1)):
-        start = sum(plan.sizes[: owned[0]])
-        chosen = pixels[start : start + sum(plan.sizes[unit] for unit in owned)]
-    else:
-        parts = pixels.split(list(plan.sizes))
-        chosen = torch.cat([parts[unit] for unit in owned])
-    selected = {**arguments, modality.pixels: chosen}
-    if modality.grid is not None:
-        selected[modality.grid] = _pick(_frames(arguments[modality.grid], plan), owned)
-        return selected
-    for name, value in arguments.items():
-        if name != modality.pixels and isinstance(value, Tensor) and value.dim() and value.shape[0] == len(plan.sizes):
-            selected[name] = _pick(value, owned)
-    return selected
-
-
-def _pick(x: Tensor, units: list[int]) -> Tensor:
-    return torch.cat([x[unit : unit + 1] for unit in units])
-
-
-def _frames(grid: Tensor, plan: UnitPlan) -> Tensor:
-    """Grids of units that are frames of the given grids, ``[videos, 3]`` to ``[units, 3]``."""
-    if not plan.frames:
-        return grid
-    frames = torch.cat([grid[video : video + 1].expand(count, -1) for video, count in enumerate(plan.frames)])
-    return torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], dim=1)
-
-
-def _levels(outputs: Any) -> list[Tensor]:
+def _levels(outputs: Any, facts: Facts) -> list[Tensor]:
     """The tower's output and its deepstack levels, each as rows ``[rows, width]``."""
-    levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
-    return [level.flatten(0, 1) if isinstance(level, Tensor) else torch.cat(list(level)) for level in levels]
+    levels = [getattr(outputs, facts.features), *(getattr(outputs, "deepstack_features", None) or [])]
+    return [
+        level.flatten(0, -2) if isinstance(level, Tensor) else torch.cat([unit.flatten(0, -2) for unit in level])
+        for level in levels
+    ]
+
+
+def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
+    """Rows of features of each unit that was encoded; where the output does not tell, all with the first one."""
+    features = getattr(outputs, facts.features)
+    if facts.listed:
+        if isinstance(features, Tensor) and features.dim() > 2 and len(features) == len(sizes):
+            return [features.shape[1:-1].numel()] * len(sizes)
+        if not isinstance(features, Tensor) and len(features) == len(sizes):
+            return [unit.shape[:-1].numel() for unit in features]
+        if isinstance(features, Tensor) and len(set(sizes)) == 1 and features.shape[:-1].numel() % len(sizes) == 0:
+            return [features.shape[:-1].numel() // len(sizes)] * len(sizes)
+        if isinstance(features, Tensor):
+            total, patches = features.shape[:-1].numel(), sum(sizes)
+            if all(total * size % patches == 0 for size in sizes):
+                return [total * size // patches for size in sizes]
+    total = sum(unit.shape[:-1].numel() for unit in ([features] if isinstance(features, Tensor) else features))
+    return [total, *[0] * (len(sizes) - 1)]
+
+
+def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> UnitPlan | None:
+    """Exchanges the rows of features that units yielded; every rank of the world takes part.
+
+    Args:
+        call: The forward.
+        modality: What was encoded; None on ranks whose batch lacks it.
+        measured: Rows of this rank's units.
+
+    Raises:
+        StepError: If some replica's placeholders are not as many as its features; the same on every rank.
+    """
+    expected: list[int] = []
+    if modality is not None and call.ids is not None:
+        expected = [count_placeholders(call.ids, modality, _config(call))]
+    header = {"rows": measured, "placeholders": expected}
+    headers = exchange_headers(call.mesh, header).wait()
+    size = call.mesh.sequence_parallel_size
+    problems = []
+    for first in range(0, len(headers), size):
+        group = headers[first : first + size]
+        found = sum(sum(other["rows"]) for other in group)
+        for rank, other in enumerate(group, first):
+            if other["placeholders"] and other["placeholders"][0] != found:
+                problems.append(
+                    f"rank {rank}: the batch has {other['placeholders'][0]} placeholder tokens, but its images or videos yield "
+                    f"{found} features; check that truncation did not cut placeholders off"
+                )
+    if problems:
+        raise StepError("Refused before the step: " + "; ".join(problems))
+    if modality is None:
+        return None
+    plan = call.plans[modality.name]
+    group = headers[call.mesh.data_parallel_rank * size :][:size]
+    rows = [0] * len(plan.sizes)
+    for rank in range(size):
+        for unit, count in zip(plan.owned(rank), group[rank]["rows"]):
+            rows[unit] = count
+    return dataclasses.replace(plan, rows=tuple(rows))
 
 
 def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None:
@@ -142,22 +196,36 @@ def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None
 def _dummy(
     own: Callable[..., Any], call: ForwardCall, modality: Modality, arguments: dict[str, Any]
 ) -> tuple[Any, list[Tensor]]:
-    """Runs the smallest unit there is and keeps none of its rows: no `0 * x`, since `0 * inf` is NaN."""
-    base: Any = call.base
-    assert base is not None, "the decoder ran outside the forward of its base model"
-    config = base.config.vision_config
-    shape = smallest_unit(modality, config, base.get_submodule(call.family.tower))
-    if modality.pixels in arguments and modality.grid is None:
-        shape = (1, *arguments[modality.pixels].shape[1:])
-    unit = {modality.pixels: torch.zeros(shape, device=call.device)}
-    if modality.grid is not None:
-        # filled on the device: a list would be copied there
-        grid = torch.full((1, 3), int(config.spatial_merge_size), dtype=torch.int64, device=call.device)
-        grid[:, 0].fill_(1)
-        unit[modality.grid] = grid
+    """Runs a small unit and keeps none of its rows: no `0 * x`, since `0 * inf` is NaN."""
+    facts = call.family.facts
+    if facts.tiny_unit:
+        unit = _tiny_unit(call, modality)
+    elif modality.pixels in arguments:
+        plan = call.plans[modality.name]
+        smallest = min(range(len(plan.sizes)), key=plan.costs.__getitem__)
+        unit = select_units(arguments, [smallest], plan, modality, facts)
+    else:
+        unit = build_unit(_description(call, modality), modality, call.device)
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
     outputs = own(**{**plain, **unit, "return_dict": True})
-    return outputs, [level[:0] for level in _levels(outputs)]
+    return outputs, [level[:0] for level in _levels(outputs, facts)]
+
+
+def _tiny_unit(call: ForwardCall, modality: Modality) -> dict[str, Tensor]:
+    base: Any = call.base
+    config = _config(call).vision_config
+    shape = smallest_unit(config, base.get_submodule(call.family.tower))
+    # filled on the device: a list would be copied there
+    grid = torch.full((1, 3), int(config.spatial_merge_size), dtype=torch.int64, device=call.device)
+    grid[:, 0].fill_(1)
+    assert modality.grid is not None
+    return {modality.pixels: torch.zeros(shape, device=call.device), modality.grid: grid}
+
+
+def _description(call: ForwardCall, modality: Modality) -> list[int]:
+    return next(
+        header[f"{modality.name}_smallest"] for header in call.headers.wait() if header[f"{modality.name}_smallest"]
+    )
 
 
 def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None:
@@ -175,6 +243,8 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
             assert call.base is not None
             _, levels = _dummy(_own(call.base, modality), call, modality, {})
             call.loose_ends += [level for level in levels if level.requires_grad]
+        if call.settings.vision_data_parallel and not call.family.facts.merged_rows:
+            _agree_on_rows(call, None, [])
 
 
 def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +253,7 @@ def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
     ids: Tensor | None = arguments.get("input_ids")
     call = call_of(ids)
-    if ids is None or call is None or not call.routes:
+    if ids is None or call is None or not call.routed:
         return own(**arguments)
     inside = torch.full_like(ids, -1)
     shard = slice(call.shard.start, call.shard.start + call.shard.size)

@@ -12,7 +12,7 @@ class UnitPlan:
 
     Args:
         sizes: Rows of the pixel tensor that each unit takes: its patches, or 1 where each row is an image.
-        rows: Rows of features that each unit yields.
+        rows: Rows of features that each unit yields; None until they are measured.
         costs: Predicted cost of each unit.
         owners: Rank in the group of each unit's owner.
         ranks: Size of the group.
@@ -20,7 +20,7 @@ class UnitPlan:
     """
 
     sizes: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | None
     costs: tuple[int, ...]
     owners: tuple[int, ...]
     ranks: int
@@ -33,6 +33,7 @@ class UnitPlan:
     @property
     def rows_per_rank(self) -> list[int]:
         """Rows of features that each rank yields."""
+        assert self.rows is not None, "the rows of units are not known yet"
         sums = [0] * self.ranks
         for rows, owner in zip(self.rows, self.owners):
             sums[owner] += rows

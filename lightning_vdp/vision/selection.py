@@ -1,0 +1,114 @@
+"""Picking units out of the arguments of a features method, and describing one to ranks that have none."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vdp.call import host_copy
+from lightning_vdp.models import Facts, Modality
+from lightning_vdp.vision.units import UnitPlan
+
+__all__ = ["build_unit", "describe_unit", "select_units"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+# integers that say something (sizes, counts) are few; the many are masks
+_FEW = 32
+
+
+def select_units(
+    arguments: Mapping[str, Any], units: Sequence[int], plan: UnitPlan, modality: Modality, facts: Facts
+) -> dict[str, Any]:
+    """The arguments for some units alone; views joined on the device, since an index list would be copied there.
+
+    Args:
+        arguments: Of the features method, for all units.
+        units: Indices, ascending.
+        plan: The units.
+        modality: What they are.
+        facts: Facts about the model type.
+    """
+    selected, count = dict(arguments), len(plan.sizes)
+    pixels = _flat(arguments[modality.pixels], facts)
+    selected[modality.pixels] = _unflat(_pick(pixels, units, plan.sizes), facts)
+    if modality.grid is not None:
+        selected[modality.grid] = _pick(_frames(arguments[modality.grid], plan), units)
+        if plan.frames:
+            return selected
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or name in (modality.pixels, modality.grid):
+            continue
+        if name in facts.ragged:
+            selected[name] = _pick(value, units, host_copy(arguments[facts.ragged[name]]).flatten().tolist())
+        elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:
+            selected[name] = _unflat(_pick(_flat(value, facts), units), facts)
+    return selected
+
+
+def _flat(x: Tensor, facts: Facts) -> Tensor:
+    return x.flatten(0, facts.unit_dims - 1) if facts.unit_dims > 1 else x
+
+
+def _unflat(x: Tensor, facts: Facts) -> Tensor:
+    return x.view(*[1] * (facts.unit_dims - 1), *x.shape)
+
+
+def _pick(x: Tensor, units: Sequence[int], sizes: Sequence[int] | None = None) -> Tensor:
+    sizes = sizes or [1] * len(x)
+    if list(units) == list(range(units[0], units[-1] + 1)):
+        return x[sum(sizes[: units[0]]) :][: sum(sizes[unit] for unit in units)]
+    parts = x.split(list(sizes))
+    return torch.cat([parts[unit] for unit in units])
+
+
+def _frames(grid: Tensor, plan: UnitPlan) -> Tensor:
+    """Grids of units that are frames of the given grids, ``[videos, 3]`` to ``[units, 3]``."""
+    if not plan.frames:
+        return grid
+    frames = torch.cat([grid[video : video + 1].expand(count, -1) for video, count in enumerate(plan.frames)])
+    return torch.cat([torch.ones_like(frames[:, :1]), frames[:, 1:]], dim=1)
+
+
+def describe_unit(arguments: Mapping[str, Any], modality: Modality) -> list[int]:
+    """Describes the tensors of one unit in whole numbers: sizes of all, and values of integers that are few.
+
+    Args:
+        arguments: Of the features method, for one unit.
+        modality: What it is.
+
+    Returns:
+        For each tensor: its place among the arguments, its dtype, its dimensions, sizes and values.
+    """
+    flat: list[int] = []
+    for place, name in enumerate(modality.arguments):
+        value = arguments.get(name)
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+            continue
+        flat += [place, _DTYPES.index(value.dtype), value.dim(), *value.shape]
+        if not value.is_floating_point() and value.numel() <= _FEW:
+            flat += [int(number) for number in host_copy(value).flatten().tolist()]
+    return flat
+
+
+def build_unit(flat: Sequence[int], modality: Modality, device: torch.device) -> dict[str, Tensor]:
+    """Undoes `describe_unit`: pixels are zeros, masks are ones.
+
+    Args:
+        flat: The description.
+        modality: What it is.
+        device: Where the tensors are made.
+    """
+    unit, numbers = {}, iter(flat)
+    for place in numbers:
+        dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
+        shape = [next(numbers) for _ in range(dimensions)]
+        count = torch.Size(shape).numel()
+        if dtype.is_floating_point:
+            value = torch.zeros(shape, dtype=dtype, device=device)
+        elif count <= _FEW:
+            value = torch.tensor([next(numbers) for _ in range(count)], dtype=dtype).view(shape).to(device)
+        else:
+            value = torch.ones(shape, dtype=dtype, device=device)
+        unit[modality.arguments[place]] = value
+    return unit
