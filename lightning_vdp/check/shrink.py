@@ -40,6 +40,7 @@ _FIXED: Mapping[str, Any] = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 12,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -54,7 +55,7 @@ _FIXED: Mapping[str, Any] = {
     "log_scaling_n_floor": 8,
     "index_head_dim": 16,
     "index_n_heads": 2,
-    "index_topk": 6,
+    "index_topk": 8,
     "index_block_size": 4,
     "index_topk_blocks": 2,
     "index_kpool": 4,
@@ -137,7 +138,7 @@ def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
         *parents, name = path.split(".")
         target = result
         for parent in parents:
-            target = target[parent]
+            target = target.setdefault(parent, {})
         target[name] = value
     return result
 
@@ -174,8 +175,11 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             result[name] = _token(value, tokens)
         elif name == "vocab_size":
             result[name] = VOCABULARY
-        elif name in _FIXED:
+        elif name in _FIXED and value:
             result[name] = _FIXED[name]
+        elif name == "qk_head_dim":
+            # the sum of two others
+            del result[name]
         elif name in _EXPERTS:
             result[name] = 4
         elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads"):
