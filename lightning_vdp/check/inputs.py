@@ -1,15 +1,37 @@
 """Input for any vision-language model, made from its signatures: placeholders are as many as features were measured."""
 
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["describe_vision", "make_batch", "vision_base"]
+__all__ = ["NoInput", "Pixels", "describe_vision", "make_batch", "vision_base"]
 
-Pixels = dict[str, Any]
+Arguments = dict[str, Any]
+# sides of three images, in merged patches: no two alike, and their sum is odd
+_SIDES = ((2, 2), (3, 4), (2, 3))
+_WORDS = range(3, 100)
+
+
+class NoInput(ValueError):
+    """No input that the model takes is known."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Arguments of a tower that a model was found to take.
+
+    Args:
+        arguments: Of the forward, by name.
+        rows: Rows of features that each image yields.
+    """
+
+    arguments: Arguments
+    rows: tuple[int, ...]
 
 
 def vision_base(model: nn.Module) -> Any:
@@ -18,200 +40,337 @@ def vision_base(model: nn.Module) -> Any:
     return found[-1] if found else None
 
 
-def _first_projection(tower: nn.Module) -> nn.Module | None:
-    for module in tower.modules():
-        if isinstance(module, (nn.Conv2d, nn.Conv3d, nn.Linear)):
-            return module
-    return None
-
-
-def _towers(base: Any) -> Iterator[nn.Module]:
-    text = id(base.get_decoder()) if hasattr(base, "get_decoder") else None
-    for name, child in base.named_children():
-        if id(child) != text and ("vis" in name or "image" in name or "tower" in name or "encoder" in name):
-            yield child
-
-
 def _vision_config(base: Any) -> Any:
-    config = base.config
     for name in ("vision_config", "vq_config"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return config
+        if getattr(base.config, name, None) is not None:
+            return getattr(base.config, name)
+    return base.config
 
 
 def _side(value: Any) -> int:
     return int(value if isinstance(value, int) else value[0])
 
 
+def _field(configs: Sequence[Any], names: str) -> Any:
+    return next(
+        (getattr(config, name) for config in configs for name in names.split() if getattr(config, name, None)), None
+    )
+
+
 def _merge(base: Any) -> int:
-    for config in (base.config, _vision_config(base)):
-        for name in ("spatial_merge_size", "merge_size", "adapter_merge_size"):
-            if isinstance(getattr(config, name, None), int):
-                return int(getattr(config, name))
-        kernel = getattr(config, "merge_kernel_size", None)
-        if kernel is not None:
-            return _side(kernel)
-    return 1
+    """Patches along a side that become one row of features."""
+    configs = (base.config, _vision_config(base))
+    merge = _field(configs, "spatial_merge_size merge_size adapter_merge_size merge_kernel_size")
+    return 1 if merge is None else _side(merge)
 
 
-def _draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+def _patch(base: Any) -> int:
+    return _side(_field((_vision_config(base), base.config), "patch_size") or 8)
 
 
-def _grids(base: Any, seed: int, frames: int = 1) -> list[list[int]]:
-    merge = _merge(base)
-    sides = [(2, 2), (3, 4), (2, 3)] if seed % 2 == 0 else [(4, 2), (2, 2), (3, 3)]
-    return [[frames, height * merge, width * merge] for height, width in sides]
+def _image(base: Any) -> int:
+    return _side(_field((_vision_config(base), base.config), "image_size resolution") or 32)
 
 
-def _packed(base: Any, names: list[str], seed: int, dtype: torch.dtype, frames: int = 1) -> Iterator[Pixels]:
-    grid_name = next(name for name in names if name.endswith("grid_thw"))
-    grids = _grids(base, seed, frames)
-    patches = sum(time * height * width for time, height, width in grids)
+def _draw(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _projections(base: Any) -> Iterator[nn.Module]:
+    """For each child but the decoder, the first layer that could take patches."""
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    for _, child in base.named_children():
+        if child is decoder:
+            continue
+        layers = (part for part in child.modules() if isinstance(part, (nn.Conv2d, nn.Conv3d, nn.Linear)))
+        if first := next(layers, None):
+            yield first
+
+
+def _packed(base: Any, names: list[str], seed: int, grids: list[list[int]]) -> Iterator[Arguments]:
+    """Patches of all images joined, with a grid of (time, height, width) or (height, width) for each image."""
+    grid_name = next(name for name in names if "_grid_" in name)
+    if grid_name.endswith("hw") and not grid_name.endswith("thw"):
+        grids = [grid[1:] for grid in grids]
+    patches = sum(math.prod(grid) for grid in grids)
+    patch, merge = _patch(base), _merge(base)
     shapes: list[tuple[int, ...]] = []
-    for tower in _towers(base):
-        projection = _first_projection(tower)
+    for projection in _projections(base):
         if isinstance(projection, nn.Linear):
             shapes.append((patches, projection.in_features))
-        elif projection is not None:
+        else:
             kernel = projection.kernel_size
-            shapes.append((patches, projection.in_channels * int(torch.tensor(kernel).prod())))
+            shapes.append((patches, projection.in_channels * math.prod(kernel)))
             shapes.append((patches, projection.in_channels, *kernel))
-    patch = _side(getattr(_vision_config(base), "patch_size", 8))
-    shapes += [(patches, 3 * patch * patch), (patches, 3, patch, patch), (patches, 6 * patch * patch)]
+    shapes += [(patches, times * patch * patch) for times in (3, 6)] + [(patches, 3, patch, patch)]
+    extra: Arguments = {}
+    for name in names:
+        if name.endswith("merge_sizes"):
+            extra[name] = torch.tensor([1, 2, 1][: len(grids)])
     for shape in dict.fromkeys(shapes):
-        inputs: Pixels = {names[0]: _draw(shape, seed, dtype), grid_name: torch.tensor(grids)}
-        if "image_merge_sizes" in names or "video_merge_sizes" in names:
-            inputs[next(name for name in names if name.endswith("merge_sizes"))] = torch.tensor([1, 2, 1])
-        yield inputs
+        yield {names[0]: _draw(shape, seed), grid_name: torch.tensor(grids), **extra}
+    # one row of pixels for each row of features
+    merged = [[*grid[:-2], grid[-2] // merge, grid[-1] // merge] for grid in grids]
+    rows = sum(math.prod(grid) for grid in merged)
+    yield {names[0]: _draw((rows, patch * merge, patch * merge, 3), seed), grid_name: torch.tensor(merged)}
 
 
-def _fixed(base: Any, names: list[str], seed: int, dtype: torch.dtype) -> Iterator[Pixels]:
-    vision = _vision_config(base)
-    size = _side(getattr(vision, "image_size", None) or 32)
-    patch = _side(getattr(vision, "patch_size", None) or 8)
-    images = 3
-    plain = _draw((images, 3, size, size), seed, dtype)
+def _tiles(base: Any, seed: int) -> Iterator[Arguments]:
+    """Images as one small picture and the tiles of a large one."""
+    size = _image(base)
+    sizes = torch.tensor([[size, size], [2 * size, size], [size, 2 * size]])
+    if getattr(base.config, "image_grid_pinpoints", None):
+        yield {"pixel_values": _draw((3, 3, 3, size, size), seed), "image_sizes": sizes}
+
+
+def _varying(base: Any, seed: int) -> Iterator[Arguments]:
+    """Images of several sizes, padded to the largest."""
+    size, unit = 32, _patch(base) * _merge(base)
+    unit = max(unit, 8)
+    sizes = torch.tensor([[size, size], [size - unit, size], [size, size - unit]])
+    yield {"pixel_values": _draw((3, 3, size, size), seed), "image_sizes": sizes}
+
+
+def _fixed(base: Any, names: list[str], seed: int) -> Iterator[Arguments]:
+    size, patch = _image(base), _patch(base)
+    plain = _draw((3, 3, size, size), seed)
+    model_type = base.config.model_type
     if "image_sizes" in names:
-        unit = patch * _merge(base)
-        sizes = torch.tensor([[size, size], [size - unit, size], [size, size - unit]])
-        yield {"pixel_values": plain, "image_sizes": sizes}
-        tall = torch.tensor([[size, size], [2 * size, size], [size, 2 * size]])
-        yield {"pixel_values": _draw((images, 3, 3, size, size), seed, dtype), "image_sizes": tall}
-    if "pixel_attention_mask" in names or "idefics" in base.config.model_type:
-        yield {"pixel_values": plain[None]}
+        yield from _tiles(base, seed)
+        yield from _varying(base, seed)
+    if "image_token_pooling" in names:
+        yield from _pooled(base, seed)
     if "spatial_shapes" in names:
         sides = torch.tensor([[4, 4], [4, 2], [2, 4]])
-        mask = torch.zeros(images, 16, dtype=torch.int64)
+        mask = torch.zeros(3, 16, dtype=torch.int64)
         for row, (height, width) in enumerate(sides.tolist()):
             mask[row, : height * width] = 1
-        yield {
-            "pixel_values": _draw((images, 16, 3 * patch * patch), seed, dtype),
-            "spatial_shapes": sides,
-            "pixel_attention_mask": mask,
-        }
+        patches = _draw((3, 16, 3 * patch * patch), seed)
+        yield {"pixel_values": patches, "spatial_shapes": sides, "pixel_attention_mask": mask}
+    elif "pixel_attention_mask" in names:
+        # tiles of a row, [rows, tiles, ...]
+        mask = torch.ones(1, 3, dtype=torch.bool)
+        yield {"pixel_values": plain[None], "pixel_attention_mask": mask}
+        yield {"pixel_values": plain[None]}
+    if "idefics" in model_type or "smolvlm" in model_type:
+        yield {"pixel_values": plain[None]}
     if "image_position_ids" in names:
-        rows, columns = torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij")
-        positions = torch.stack([columns, rows], -1).view(1, 36, 2).expand(images, -1, -1).contiguous()
-        yield {"pixel_values": _draw((images, 36, 3 * patch * patch), seed, dtype), "image_position_ids": positions}
+        yield from _positioned(base, seed)
     if "high_res_pixel_values" in names:
         high = _side(base.config.high_res_vision_config.image_size)
-        yield {"pixel_values": plain, "high_res_pixel_values": _draw((images, 3, high, high), seed, dtype)}
+        yield {"pixel_values": plain, "high_res_pixel_values": _draw((3, 3, high, high), seed + 1)}
     if "num_local_patches" in names:
-        yield {
-            "pixel_values": plain,
-            "pixel_values_local": _draw((3, 3, size, size), seed + 1, dtype),
-            "num_local_patches": torch.tensor([2, 0, 1]),
-        }
+        for local in (size, size // 2, 2 * size):
+            tiles = {
+                "pixel_values": plain,
+                "pixel_values_local": _draw((3, 3, local, local), seed + 1),
+                "num_local_patches": [2, 0, 1],
+            }
+            if "patches_grid" in names:
+                tiles["patches_grid"] = [[2, 1], [0, 0], [1, 1]]
+            yield tiles
     if "target_sizes" in names:
         sides = torch.tensor([[4, 4], [4, 8], [8, 4]])
-        patches = int(sides.prod(-1).sum())
-        yield {"pixel_values": _draw((1, 3, patch, patches * patch), seed, dtype), "target_sizes": sides}
+        yield {"pixel_values": _draw((1, 3, patch, patch * int(sides.prod(-1).sum())), seed), "target_sizes": sides}
+    if "qformer_input_ids" in names:
+        yield {"pixel_values": plain, "qformer_input_ids": torch.arange(5, 20).view(3, 5)}
+    if names[0] == "flattened_patches":
+        rows, columns = torch.meshgrid(torch.arange(1, 5), torch.arange(1, 5), indexing="ij")
+        places = torch.stack([rows.flatten(), columns.flatten()], -1).double()
+        patches = torch.cat([places.expand(3, 16, 2), _draw((3, 16, 3 * patch * patch), seed)], -1)
+        yield {"flattened_patches": patches}
+    if hasattr(base, "vision_embed_tokens"):
+        yield {"pixel_values": _draw((3, 4, base.vision_embed_tokens.in_features), seed)}
     yield {"pixel_values": plain}
+    if time := _field((_vision_config(base),), "temporal_patch_size"):
+        # square patches as units, [patches, time, height, width, channels]
+        yield {"pixel_values": _draw((7, time, patch, patch, 3), seed)}
     yield {"pixel_values": plain[None]}
 
 
+def _positioned(base: Any, seed: int) -> Iterator[Arguments]:
+    """Patches of each image with their places, padded to as many for all."""
+    kernel = int(_field((_vision_config(base),), "pooling_kernel_size") or 1)
+    projection = next(_projections(base), None)
+    wide = [projection.in_features] if isinstance(projection, nn.Linear) else []
+    most = max(height * width for height, width in _SIDES) * kernel**2
+    places = torch.full((3, most, 2), -1)
+    for index, (height, width) in enumerate(_SIDES):
+        rows, columns = torch.meshgrid(torch.arange(height * kernel), torch.arange(width * kernel), indexing="ij")
+        places[index, : rows.numel()] = torch.stack([columns.flatten(), rows.flatten()], -1)
+    for width in [*wide, 3 * _patch(base) ** 2]:
+        yield {"pixel_values": _draw((3, most, width), seed), "image_position_ids": places}
+
+
+def _pooled(base: Any, seed: int) -> Iterator[Arguments]:
+    """Crops with the patches that each row of features pools; -1 fills up."""
+    vision = _vision_config(base)
+    patch, side = _patch(base), _image(base) // _patch(base)
+    # an image is one crop, pooled two by two
+    cells = [
+        [row * side + column, row * side + column + 1, (row + 1) * side + column, (row + 1) * side + column + 1]
+        for row in range(0, side - 1, 2)
+        for column in range(0, side - 1, 2)
+    ]
+    rows = side // 2
+    crops = _draw((3, side * side, int(vision.num_channels) * patch * patch), seed)
+    pooling = torch.tensor([[crop * side * side + cell for cell in four] for crop in range(3) for four in cells])
+    grids = torch.tensor([[rows, rows, 0, 0]] * 3)
+    yield {"pixel_values": crops, "image_token_pooling": pooling, "image_grids": grids}
+
+
 def _names(method: Any) -> list[str]:
-    return [name for name in inspect.signature(method).parameters if name != "kwargs"]
+    return [name for name in inspect.signature(method).parameters if name not in ("kwargs", "self")]
 
 
-def _rows(outputs: Any) -> int:
+def _tensors(outputs: Any) -> Any:
     for field in ("pooler_output", "last_hidden_state"):
         features = getattr(outputs, field, None)
-        if isinstance(features, Tensor):
-            return features.shape[:-1].numel()
-        if isinstance(features, (list, tuple)) and features:
-            return sum(part.shape[:-1].numel() for part in features)
+        if isinstance(features, Tensor) or (isinstance(features, (list, tuple)) and features):
+            return features
+    deepstack = getattr(outputs, "deepstack_features", None)
+    if deepstack:
+        level = deepstack[0]
+        return level[1] if isinstance(level, tuple) and isinstance(level[0], int) else level
     raise TypeError(f"No features in {type(outputs).__name__}.")
 
 
-def describe_vision(model: nn.Module, seed: int, dtype: torch.dtype) -> tuple[Pixels, int]:
-    """Finds pixels that the model takes, and counts their features.
+def _rows(outputs: Any, images: int) -> tuple[int, ...]:
+    """Rows of features of each image; of all images together where the outputs do not tell them apart."""
+    features = _tensors(outputs)
+    if not isinstance(features, Tensor):
+        return tuple(part.shape[:-1].numel() for part in features)
+    if features.dim() > 2:
+        return (features.shape[1:-1].numel(),) * features.shape[0]
+    rows = features.shape[0]
+    return (rows // images,) * images if rows % images == 0 else (rows,)
+
+
+def _grids(base: Any, names: list[str], frames: int = 1) -> list[list[int]]:
+    merge = _merge(base)
+    if any(name.endswith("merge_sizes") for name in names):
+        merge = 2
+    return [[frames, height * merge, width * merge] for height, width in _SIDES]
+
+
+def _try(method: Any, candidates: Iterator[Arguments], images: int) -> Pixels:
+    problems = []
+    for arguments in candidates:
+        try:
+            with torch.no_grad():
+                return Pixels(arguments, _rows(method(**arguments, return_dict=True), images))
+        except Exception as error:
+            shapes = {name: list(value.shape) for name, value in arguments.items() if isinstance(value, Tensor)}
+            problems.append(f"{shapes}: {type(error).__name__}: {error}"[:300])
+    raise NoInput("no pixels fit: " + " || ".join(problems))
+
+
+def describe_vision(model: nn.Module, seed: int) -> Pixels:
+    """Finds pixels of three images that the model takes, and counts their features.
 
     Args:
-        model: In evaluation mode.
+        model: In float64.
         seed: Of the pixels.
-        dtype: Of the pixels.
-
-    Returns:
-        The arguments, and the rows of features they yield.
 
     Raises:
-        ValueError: If nothing fits; the message says why the last one did not.
+        NoInput: If nothing fits; the message says why not.
     """
     base = vision_base(model)
     if base is None:
-        raise ValueError(f"{type(model).__name__} has no method for image features")
+        raise NoInput(f"{type(model).__name__} has no method for image features")
     names = _names(base.get_image_features)
-    candidates = _packed if any(name.endswith("grid_thw") for name in names) else _fixed
-    problems = []
-    for inputs in candidates(base, names, seed, dtype):
-        try:
-            with torch.no_grad():
-                return inputs, _rows(base.get_image_features(**inputs, return_dict=True))
-        except Exception as error:
-            shapes = {name: list(value.shape) for name, value in inputs.items()}
-            problems.append(f"{shapes}: {type(error).__name__}: {error}")
-    raise ValueError("no pixels fit; " + " || ".join(problem[:300] for problem in problems))
+    if any("_grid_" in name for name in names):
+        return _try(base.get_image_features, _packed(base, names, seed, _grids(base, names)), 3)
+    return _try(base.get_image_features, _fixed(base, names, seed), 3)
 
 
-def _token(config: Any, kind: str) -> int:
+def _describe_videos(base: Any, seed: int) -> Pixels | None:
+    """Pixels of one video of three frames, for models whose videos have grids; None if there is no way in."""
+    if not callable(getattr(base, "get_video_features", None)):
+        return None
+    names = _names(base.get_video_features)
+    if not any(name.endswith("grid_thw") for name in names):
+        return None
+    merge = _grids(base, names)[0][1] // 2
+    try:
+        return _try(base.get_video_features, _packed(base, names, seed, [[3, 2 * merge, 3 * merge]]), 1)
+    except NoInput:
+        return None
+
+
+def _token(config: Any, kind: str) -> int | None:
     for name in (f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id"):
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
-    raise ValueError(f"{type(config).__name__} names no {kind} token")
+    mapping = getattr(config, "vocabulary_map", None) or {}
+    value = mapping.get(f"<{kind}>")
+    return value if isinstance(value, int) else None
 
 
-def make_batch(model: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float64, text: int = 7) -> dict[str, Tensor]:
-    """Makes a batch of one row with labels, with three images between words.
+def _packed_sequence(config: Any, rows: Sequence[int], token: int, draw: torch.Generator, text: int) -> list[int]:
+    def words(count: int) -> list[int]:
+        return torch.randint(_WORDS.start, _WORDS.stop, (count,), generator=draw).tolist()
+
+    start = _field((config,), "vision_start_token_id image_start_token_id boi_token_id boi_token_index")
+    end = _field((config,), "vision_end_token_id image_end_token_id eoi_token_id eoi_token_index")
+    ids = words(text)
+    for count in rows:
+        ids += [start] * isinstance(start, int) + [token] * count + [end] * isinstance(end, int) + words(text)
+    return ids
+
+
+def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, videos: bool = False) -> dict[str, Any]:
+    """Makes a batch with labels: three images between words, in one row or over two.
 
     Args:
-        model: In evaluation mode.
+        model: In float64.
         seed: Of words and pixels.
-        dtype: Of the pixels.
-        text: Words before, between and after.
+        text: Words before, between and after images.
+        rows: 2 puts two images into the first row and one into the second, which is padded.
+        videos: Take one video instead of images.
+
+    Raises:
+        NoInput: If no input is known that the model takes.
     """
-    pixels, rows = describe_vision(model, seed, dtype)
     base = vision_base(model)
-    token = _token(base.config, "image")
-    generator = torch.Generator().manual_seed(seed)
+    pixels = _describe_videos(base, seed) if videos else describe_vision(model, seed)
+    if pixels is None:
+        raise NoInput(f"no videos are known that {type(model).__name__} takes")
+    kind = "video" if videos else "image"
+    names = _names(type(model).forward) + _names(type(base).forward)
+    token = _token(base.config, kind)
+    if token is None and "image_embeds_position_mask" not in names:
+        raise NoInput(f"{type(base.config).__name__} names no {kind} token")
+    arguments = dict(pixels.arguments)
+    counts = [pixels.rows] if rows == 1 else [pixels.rows[:2], pixels.rows[2:]]
+    if rows == 2:
+        _spread(arguments)
+    draw = torch.Generator().manual_seed(seed)
+    mark = -2 if token is None else token
+    sequences = [_packed_sequence(base.config, part, mark, draw, text) for part in counts]
+    longest = max(map(len, sequences))
+    ids = torch.zeros(rows, longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    features = ids == mark
+    ids = ids.masked_fill(ids == -2, 5)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **arguments}
+    batch["labels"] = ids.masked_fill(features | (mask == 0), -100)
+    if "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = features.int() * (2 if videos else 1)
+    if "token_type_ids" in names:
+        batch["token_type_ids"] = features.int()
+    if "image_embeds_position_mask" in names:
+        batch["image_embeds_position_mask"] = features.int()
+    return {name: value for name, value in batch.items() if name in names}
 
-    def words() -> list[int]:
-        return torch.randint(3, 100, (text,), generator=generator).tolist()
 
-    parts = [rows // 3, rows // 3, rows - 2 * (rows // 3)]
-    ids = words()
-    for part in parts:
-        ids += [token] * part + words()
-    batch: dict[str, Tensor] = {"input_ids": torch.tensor([ids]), **pixels}
-    image = batch["input_ids"] == token
-    batch["labels"] = batch["input_ids"].masked_fill(image, -100)
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    names = _names(type(base).forward)
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in names:
-            batch[name] = image.int()
-    return batch
+def _spread(arguments: Arguments) -> None:
+    """Tiles of one row, [1, 3, ...], become those of two rows, [2, 2, ...], of which the last is empty."""
+    pixels = arguments.get("pixel_values")
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and isinstance(pixels, Tensor) and value.shape[:2] == (1, 3) and pixels.dim() == 5:
+            arguments[name] = torch.cat([value[0], torch.zeros_like(value[0, :1])]).unflatten(0, (2, 2))

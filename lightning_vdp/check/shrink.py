@@ -14,7 +14,7 @@ _WIDTHS = frozenset(
     "hidden_size embed_dim d_model n_embd out_hidden_size projector_hidden_size text_hidden_size "
     "encoder_hidden_size projection_dim vision_hidden_size projection_hidden_size adapter_in_dim adapter_out_dim "
     "projector_input_dim projector_output_dim vision_output_dim word_embed_proj_dim image_text_hidden_size "
-    "patch_embed_hidden_size output_dim".split()
+    "patch_embed_hidden_size output_dim codebook_dim".split()
 )
 _INNER = frozenset(
     "intermediate_size ffn_dim mlp_dim moe_intermediate_size shared_expert_intermediate_size encoder_ffn_dim "
@@ -23,6 +23,8 @@ _INNER = frozenset(
     "moe_shared_expert_intermediate_size shared_experts_intermediate_size moe_hidden_size d_ff "
     "decoder_intermediate_size ple_embed_dim".split()
 )
+# widths that features must have to be merged into embeddings
+_JOINED = frozenset("out_hidden_size text_hidden_size image_text_hidden_size adapter_out_dim".split())
 # fields with one good small value, whatever they were
 _FIXED: Mapping[str, Any] = {
     "max_position_embeddings": 512,
@@ -38,6 +40,7 @@ _FIXED: Mapping[str, Any] = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 12,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -52,7 +55,7 @@ _FIXED: Mapping[str, Any] = {
     "log_scaling_n_floor": 8,
     "index_head_dim": 16,
     "index_n_heads": 2,
-    "index_topk": 6,
+    "index_topk": 8,
     "index_block_size": 4,
     "index_topk_blocks": 2,
     "index_kpool": 4,
@@ -126,26 +129,29 @@ def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     vision = config.get("vision_config") or {}
     hidden = text.get("hidden_size") or text.get("d_model")
     vision_hidden = vision.get("hidden_size") or vision.get("embed_dim")
+    if vision_hidden == hidden:
+        vision_hidden = None
     widths = _Widths(hidden, vision_hidden if isinstance(vision_hidden, int) else None)
-    tokens: dict[int, int] = {}
+    tokens: dict[Any, int] = {}
     result = _shrink(config, widths, tokens)
     for path, value in (overrides or {}).items():
         *parents, name = path.split(".")
         target = result
         for parent in parents:
-            target = target[parent]
+            target = target.setdefault(parent, {})
         target[name] = value
     return result
 
 
-def _token(value: int, tokens: dict[int, int]) -> int:
+def _token(value: int, tokens: dict[Any, int]) -> int:
     if value < 3:
         return value
-    return tokens.setdefault(value, VOCABULARY - 1 - len(tokens))
+    return VOCABULARY - 1 - tokens.setdefault(value, len(tokens))
 
 
-def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[int, int]) -> dict[str, Any]:
+def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int]) -> dict[str, Any]:
     result: dict[str, Any] = dict(config)
+    late: list[str] = []
     text = _text(config)
     heads = next((config[n] for n in ("num_attention_heads", "num_heads", "attention_heads") if n in config), None)
     depth_name = next((name for name in _DEPTHS if isinstance(config.get(name), int)), None)
@@ -157,7 +163,10 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             elif name == "rope_parameters":
                 result[name] = _shrink_rope(value)
             elif name == "per_layer_config":
-                result[name] = None
+                late.append(name)
+        elif value is None and name in ("image_token_id", "video_token_id", "image_token_index"):
+            # left to the tokenizer
+            result[name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
         elif isinstance(value, bool) or value is None:
             continue
         elif name in _PER_LAYER and isinstance(value, Sequence) and len(value) == config.get(depth_name or ""):
@@ -166,8 +175,11 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             result[name] = _token(value, tokens)
         elif name == "vocab_size":
             result[name] = VOCABULARY
-        elif name in _FIXED:
+        elif name in _FIXED and value:
             result[name] = _FIXED[name]
+        elif name == "qk_head_dim":
+            # the sum of two others
+            del result[name]
         elif name in _EXPERTS:
             result[name] = 4
         elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads"):
@@ -179,6 +191,8 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             result[name] = len(chosen) if name == depth_name else 2
         elif name in _INNER:
             result[name] = [48 for _ in value] if isinstance(value, Sequence) else 48
+        elif name in _JOINED and isinstance(value, int):
+            result[name] = TEXT_HIDDEN
         elif name in _WIDTHS and isinstance(value, int):
             result[name] = widths(value)
         elif name == "image_size":
@@ -190,9 +204,36 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
         elif name in ("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"):
             result[name] = [0, 1][: len(value)] if name.startswith("deepstack") else [1]
         elif name == "window_size":
-            result[name] = 2 * 8
+            result[name] = 4 * 8
         elif name == "num_position_embeddings":
             result[name] = 64
+        elif name == "vision_feature_layer":
+            result[name] = value if isinstance(value, int) else [-1, -2][: len(value)]
+        elif name == "image_grid_pinpoints":
+            unit = min(min(sides) for sides in value)
+            small = [[side * 32 // unit for side in sides] for sides in value]
+            result[name] = [sides for sides in small if max(sides) <= 64]
+        elif name == "rope_scaling_layers":
+            result[name] = list(range(len(chosen)))
+        elif name == "kv_source_layers":
+            result[name] = list(range(len(chosen)))
+    for name in late:
+        result[name] = _layer_configs(config, result, config[name], chosen)
+    return result
+
+
+def _layer_configs(
+    config: Mapping[str, Any], small: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]], chosen: list[int]
+) -> dict[str, dict[str, Any]]:
+    """What single layers have otherwise, in the ratio that it had to the other layers' value."""
+    result = {}
+    for place, layer in enumerate(chosen):
+        fields = next((value for key, value in layers.items() if int(key) == layer), None)
+        if fields is not None:
+            result[f"{place:02d}"] = {
+                name: value * small[name] // config[name] if isinstance(value, int) and config.get(name) else value
+                for name, value in fields.items()
+            }
     return result
 
 

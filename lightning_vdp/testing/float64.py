@@ -3,10 +3,17 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["PromoteFloat32"]
+
+
+# take no tensors of several types: what is left in float32 is promoted with the rest
+_ONE_DTYPE = frozenset(
+    {F.grid_sample, F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
+)
 
 
 class PromoteFloat32(TorchFunctionMode):
@@ -20,6 +27,10 @@ class PromoteFloat32(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.backward:
             return self._backward(*args, **kwargs)
+        if func in _ONE_DTYPE and any(getattr(value, "dtype", None) is torch.float64 for value in args):
+            args = tuple(
+                value.double() if isinstance(value, Tensor) and value.dtype is torch.float32 else value for value in args
+            )
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
