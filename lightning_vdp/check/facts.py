@@ -51,6 +51,10 @@ def _under(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{path}.{name}": value for name, value in fields.items()}
 
 
+def _letters(number: int) -> str:
+    return "".join(chr(ord("A") + int(digit)) for digit in str(number))
+
+
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "apertus1p5": {
         **_under("vision_config", _VQ),
@@ -61,7 +65,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4, 8: 2}, "max_value_projector_patch_to_query_dict": 4},
     "chameleon": {
         **_under("vq_config", _VQ),
-        "vocabulary_map": {"<image>": 158, **{f"IMGIMG{chr(65 + code)}Z": 100 + code for code in range(16)}},
+        "vocabulary_map": {"<image>": 158, **{f"IMGIMG{_letters(code)}Z": 100 + code for code in range(16)}},
     },
     "cohere_compass": {
         "text_config.layer_types": ["sliding_attention", "full_attention"],
@@ -72,6 +76,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_ocr2": {
         **_under("vision_config.sam_config", _SAM),
+        "vision_config.sam_config.downsample_channels": [24, 64],
         "text_config.num_experts_per_tok": 2,
         "text_config.mlp_layer_types": ["dense", "sparse"],
     },
@@ -87,6 +92,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "emu3": {
         **_under("vq_config", _VQ),
+        "vq_config.hidden_size": 64,
+        "vq_config.num_attention_heads": 1,
         "vocabulary_map": {
             "<image>": 158,
             "<|extra_200|>": 157,
@@ -103,20 +110,25 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             "pooling_kernel_size": 2,
             "mm_embed_dim": 48,
             "mm_posemb_size": 64,
-            "output_proj_dims": 64,
+            "output_proj_dims": 48,
         }
     },
+    "glm46v": _MROPE,
+    "glm4v": _MROPE,
+    "glm4v_moe": {"text_config.rope_parameters.mrope_section": [1, 1, 2]},
     "glm_ocr": _MROPE,
+    "glmga": _MROPE,
     "granite4_vision": {
         "downsample_rate": "2/4",
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [0, 1, 1, 1],
-        "qformer_config.encoder_hidden_size": 32,
-        "qformer_config.hidden_size": 32,
-        "qformer_config.num_attention_heads": 2,
+        "vision_config.hidden_size": 128,
+        "qformer_config.encoder_hidden_size": 128,
+        "qformer_config.hidden_size": 128,
         "text_config.num_hidden_layers": 2,
     },
     "hunyuan_vl": {
+        "text_config.rope_parameters.mrope_section": [2, 2, 2, 2],
         "text_config.head_dim": 16,
         "vision_config.max_image_size": 64,
         "vision_config.img_max_token_num": 64,
@@ -134,6 +146,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.moe_layers": [1],
     },
     "lighton_ocr": {"vision_config.hidden_size": 32},
+    "mistral4": {"head_dim": 32},
     "molmo2": {"vision_config.num_position_embeddings": 16},
     "muse_glimmer": _MUSE,
     "muse_spark": {
@@ -173,6 +186,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p7": {"text_config.sliding_window": 8},
     "t5gemma2": {"encoder.mm_tokens_per_image": 4},
-    "unlimited_ocr": {**_under("vision_config.sam_config", _SAM)},
+    "unlimited_ocr": {**_under("vision_config.sam_config", _SAM), "vision_config.encoder_config.hidden_size": 32},
 }
 """By model type: fields of the small config, by their path, which no rule finds."""

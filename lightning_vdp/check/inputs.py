@@ -61,6 +61,8 @@ def _merge(base: Any) -> int:
     """Patches along a side that become one row of features."""
     configs = (base.config, _vision_config(base))
     merge = _field(configs, "spatial_merge_size merge_size adapter_merge_size merge_kernel_size")
+    if merge is None and isinstance(ratio := getattr(base.config, "downsample_ratio", None), float):
+        merge = round(1 / ratio)
     return 1 if merge is None else _side(merge)
 
 
@@ -299,13 +301,10 @@ def _describe_videos(base: Any, seed: int) -> Pixels | None:
 
 
 def _token(config: Any, kind: str) -> int | None:
-    for name in (f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
     mapping = getattr(config, "vocabulary_map", None) or {}
-    value = mapping.get(f"<{kind}>")
-    return value if isinstance(value, int) else None
+    names = (f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id")
+    values = (mapping.get(f"<{kind}>"), *(getattr(config, name, None) for name in names))
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _packed_sequence(config: Any, rows: Sequence[int], token: int, draw: torch.Generator, text: int) -> list[int]:
@@ -334,6 +333,8 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
         NoInput: If no input is known that the model takes.
     """
     base = vision_base(model)
+    if base is None and not any("pixel" in name or "image" in name for name in _names(type(model).forward)):
+        return _words_alone(text, rows, seed)
     pixels = _describe_videos(base, seed) if videos else describe_vision(model, seed)
     if pixels is None:
         raise NoInput(f"no videos are known that {type(model).__name__} takes")
@@ -366,6 +367,11 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
     if "image_embeds_position_mask" in names:
         batch["image_embeds_position_mask"] = features.int()
     return {name: value for name, value in batch.items() if name in names}
+
+
+def _words_alone(text: int, rows: int, seed: int) -> dict[str, Any]:
+    ids = torch.randint(_WORDS.start, _WORDS.stop, (rows, 5 * text), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def _spread(arguments: Arguments) -> None:

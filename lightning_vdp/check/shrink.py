@@ -14,7 +14,7 @@ _WIDTHS = frozenset(
     "hidden_size embed_dim d_model n_embd out_hidden_size projector_hidden_size text_hidden_size "
     "encoder_hidden_size projection_dim vision_hidden_size projection_hidden_size adapter_in_dim adapter_out_dim "
     "projector_input_dim projector_output_dim vision_output_dim word_embed_proj_dim image_text_hidden_size "
-    "patch_embed_hidden_size output_dim codebook_dim".split()
+    "patch_embed_hidden_size output_dim codebook_dim adapter_input_size".split()
 )
 _INNER = frozenset(
     "intermediate_size ffn_dim mlp_dim moe_intermediate_size shared_expert_intermediate_size encoder_ffn_dim "
@@ -133,7 +133,7 @@ def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
         vision_hidden = None
     widths = _Widths(hidden, vision_hidden if isinstance(vision_hidden, int) else None)
     tokens: dict[Any, int] = {}
-    result = _shrink(config, widths, tokens)
+    result = _shrink(config, widths, tokens, _text(config))
     for path, value in (overrides or {}).items():
         *parents, name = path.split(".")
         target = result
@@ -149,17 +149,16 @@ def _token(value: int, tokens: dict[Any, int]) -> int:
     return VOCABULARY - 1 - tokens.setdefault(value, len(tokens))
 
 
-def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int]) -> dict[str, Any]:
+def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int], text: bool) -> dict[str, Any]:
     result: dict[str, Any] = dict(config)
     late: list[str] = []
-    text = _text(config)
     heads = next((config[n] for n in ("num_attention_heads", "num_heads", "attention_heads") if n in config), None)
     depth_name = next((name for name in _DEPTHS if isinstance(config.get(name), int)), None)
     chosen = _chosen_layers(config, config[depth_name]) if depth_name else []
     for name, value in config.items():
         if isinstance(value, Mapping):
             if "model_type" in value:
-                result[name] = _shrink(value, widths, tokens)
+                result[name] = _shrink(value, widths, tokens, "vision" not in name and _text(value))
             elif name == "rope_parameters":
                 result[name] = _shrink_rope(value)
             elif name == "per_layer_config":
@@ -175,14 +174,14 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             result[name] = _token(value, tokens)
         elif name == "vocab_size":
             result[name] = VOCABULARY
-        elif name in _FIXED and value:
+        elif name in _FIXED and value and not isinstance(value, Sequence):
             result[name] = _FIXED[name]
         elif name == "qk_head_dim":
             # the sum of two others
             del result[name]
         elif name in _EXPERTS:
             result[name] = 4
-        elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads"):
+        elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads") and isinstance(value, int):
             result[name] = _TEXT_HEADS if text else _VISION_HEADS
         elif name == "num_key_value_heads" and isinstance(heads, int) and isinstance(value, int):
             full = _TEXT_HEADS if text else _VISION_HEADS
@@ -231,7 +230,9 @@ def _layer_configs(
         fields = next((value for key, value in layers.items() if int(key) == layer), None)
         if fields is not None:
             result[f"{place:02d}"] = {
-                name: value * small[name] // config[name] if isinstance(value, int) and config.get(name) else value
+                name: max(2, value * small[name] // config[name])
+                if isinstance(value, int) and config.get(name)
+                else value
                 for name, value in fields.items()
             }
     return result
