@@ -71,6 +71,8 @@ _PER_LAYER = frozenset(
     "layer_types mlp_layer_types no_rope_layers indexer_types layer_rope_theta activation_sparsity_pattern "
     "layers_block_type mtp_layers_block_type".split()
 )
+# chance would differ between runs
+_RANDOM = ("dropout", "dropout_prob", "layerdrop", "drop_path_rate", "jitter_noise", "dropout_rate", "_drop")
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "decoder_layers")
 
 
@@ -168,6 +170,8 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             result[name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
         elif isinstance(value, bool) or value is None:
             continue
+        elif isinstance(value, (int, float)) and name.endswith(_RANDOM):
+            result[name] = type(value)(0)
         elif name in _PER_LAYER and isinstance(value, Sequence) and len(value) == config.get(depth_name or ""):
             result[name] = [value[layer] for layer in chosen]
         elif isinstance(value, int) and (name.endswith(("_token_id", "_token_index")) or name == "image_patch_id"):

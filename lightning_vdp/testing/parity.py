@@ -69,12 +69,14 @@ class FitRecord:
         gradients: For each optimizer step, every parameter's gradient before clipping; rank 0 only.
         norms: For each optimizer step, the gradients' norm before clipping.
         parameters: Every parameter after the fit; rank 0 only.
+        notes: What the module put into its attribute `notes`, if it has one.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    notes: Any = None
 
 
 def _clean(name: str) -> str:
@@ -136,6 +138,7 @@ class GradientRecorder(Callback):
         parameters = whole_parameters(trainer.strategy.model)
         if trainer.is_global_zero:
             self.record.parameters = parameters
+        self.record.notes = getattr(pl_module, "notes", None)
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
@@ -216,6 +219,8 @@ class ParityReport:
         worst_gradient: Name of the parameter with the largest gradient error.
         worst_parameter: Name of the parameter with the largest error.
         steps: Optimizer steps compared.
+        notes: The module's notes in each rank.
+        notes_alone: The module's notes in one process.
     """
 
     loss: float
@@ -225,6 +230,8 @@ class ParityReport:
     worst_gradient: str
     worst_parameter: str
     steps: int
+    notes: tuple[Any, ...] = ()
+    notes_alone: Any = None
 
 
 def _error(value: Tensor, truth: Tensor, scale: float) -> float:
@@ -307,7 +314,17 @@ def measure_parity(
     gradient, worst_gradient = max(_worst(a, b) for a, b in zip(first.gradients, truth.gradients))
     parameter, worst_parameter = _worst(first.parameters, truth.parameters)
     norm = max(abs(a - b) / (abs(b) or 1.0) for record in records for a, b in zip(record.norms, truth.norms))
-    return ParityReport(loss, gradient, norm, parameter, worst_gradient, worst_parameter, steps)
+    return ParityReport(
+        loss,
+        gradient,
+        norm,
+        parameter,
+        worst_gradient,
+        worst_parameter,
+        steps,
+        tuple(record.notes for record in records),
+        truth.notes,
+    )
 
 
 def assert_parity(
