@@ -63,11 +63,20 @@ def predict(arguments: Sequence[str]) -> None:
     _run_trainer("predict", arguments)
 
 
-SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {
+def check(arguments: Sequence[str]) -> int:
+    """Prove on the CPU that models train to the same numbers divided as in one process."""
+    # only here, since it imports what training does not need
+    from lightning_vdp.check.command import run_check
+
+    return run_check(arguments)
+
+
+SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "fit": fit,
     "validate": validate,
     "test": test,
     "predict": predict,
+    "check": check,
 }
 
 
@@ -86,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.path[0] not in ("", os.getcwd()):
         sys.path.insert(0, os.getcwd())
     try:
-        _dispatch([argument for argument in arguments if argument != "--traceback"])
-        return 0
+        return _dispatch([argument for argument in arguments if argument != "--traceback"])
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -104,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report.status
 
 
-def _dispatch(arguments: Sequence[str]) -> None:
+def _dispatch(arguments: Sequence[str]) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in SUBCOMMANDS:
-        SUBCOMMANDS[name](rest)
-    elif name in ("-h", "--help"):
+        return SUBCOMMANDS[name](rest) or 0
+    if name in ("-h", "--help"):
         print(_help())
     elif name == "--version":
         libraries = ", ".join(f"{library} {version(library)}" for library in ("lightning", "torch", "transformers"))
@@ -119,6 +127,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
         close = get_close_matches(name, SUBCOMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"the subcommands are {', '.join(SUBCOMMANDS)}"
         raise CommandError(f"unknown subcommand {name!r}", hint, status=2)
+    return 0
 
 
 def _help() -> str:

@@ -351,6 +351,10 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
     mark = -2 if token is None else token
     sequences = [_packed_sequence(base.config, part, mark, draw, text) for part in counts]
     longest = max(map(len, sequences))
+    if longest % 2 == 0:
+        # no number of ranks divides it
+        sequences[0] += [_WORDS.start] * (longest + 1 - len(sequences[0]))
+        longest += 1
     ids = torch.zeros(rows, longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):

@@ -1,0 +1,184 @@
+"""One model at one size: built small, run in one process, then in simulated ranks, and compared."""
+
+import re
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import lightning_vdp
+from lightning_vdp.check.inputs import NoInput, make_batch
+from lightning_vdp.check.probe import Notes, ProbeModule
+from lightning_vdp.check.rows import Divided, Row
+from lightning_vdp.models import find_models
+from lightning_vdp.testing.float64 import PromoteFloat32
+from lightning_vdp.testing.parity import ParityReport, measure_parity
+from lightning_vdp.testing.processes import RankFailed, RanksTimedOut
+
+__all__ = ["TOLERANCE", "check_model", "make_batches"]
+
+TOLERANCE = 1e-9
+_FIT_SECONDS = 60.0
+_PACKAGE = str(Path(lightning_vdp.__file__).parent)
+
+ModelFactory = Callable[[], PreTrainedModel]
+Batch = dict[str, Any]
+
+
+def make_batches(model: PreTrainedModel) -> dict[str, Batch]:
+    """Makes the batches of the check, by what is special about them.
+
+    Args:
+        model: In float64.
+
+    Raises:
+        NoInput: If not even images in one row can be made.
+    """
+    batches = {"three images in a row": make_batch(model, seed=0)}
+    for name, arguments in (("two padded rows", {"seed": 1, "rows": 2}), ("a video", {"seed": 2, "videos": True})):
+        try:
+            batches[name] = make_batch(model, **arguments)  # type: ignore[arg-type]
+        except NoInput:
+            continue
+    return batches
+
+
+def _sentence(error: BaseException) -> str:
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    return f"{type(error).__name__}: {text}"[:600]
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if "transformers" in frame.filename), frames[-1])
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _plain_problem(model: PreTrainedModel, batches: dict[str, Batch]) -> str | None:
+    """Runs each batch forward and backward in this process; batches that alone fail are dropped.
+
+    Returns:
+        Why the first batch does not run, or None.
+    """
+    first = next(iter(batches))
+    model.train()
+    for name, batch in list(batches.items()):
+        try:
+            with PromoteFloat32():
+                losses = [model(**batch).loss for _ in range(2)]
+            if not isinstance(losses[0], torch.Tensor):
+                raise NoInput(f"{type(model).__name__} returns no loss for labels")
+            losses[0].backward()
+            if float(losses[0]) != float(losses[1]):
+                raise NoInput(f"{type(model).__name__} gives another loss each time")
+        except Exception as error:
+            if name == first:
+                return f"crashes in one process: {_sentence(error)} ({_place(error)})"
+            del batches[name]
+        finally:
+            model.zero_grad(set_to_none=True)
+    return None
+
+
+def check_model(name: str, make_model: ModelFactory, size: int) -> Row:
+    """Checks one model at one size.
+
+    Args:
+        name: What the row calls it.
+        make_model: Builds the same small model in float64 each time.
+        size: Ranks of the sequence group.
+    """
+    start = time.monotonic()
+    row = partial(Row, name, size)
+
+    def ended(status: Any, reason: str = "", **values: Any) -> Row:
+        return row(status, reason, seconds=round(time.monotonic() - start, 2), **values)
+
+    try:
+        model = make_model()
+    except Exception as error:
+        return ended("unbuildable", f"cannot be built: {_sentence(error)} ({_place(error)})")
+    try:
+        find_models(ProbeModule(model))
+    except ValueError as error:
+        return ended("refused", re.sub(r"\s+", " ", str(error)))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with PromoteFloat32():
+            batches = make_batches(model)
+        problem = _plain_problem(model, batches)
+    except Exception as error:
+        problem = f"no input for it is known: {_sentence(error)}"
+    finally:
+        torch.set_default_dtype(default)
+    if problem is not None:
+        return ended("unbuildable", problem)
+    try:
+        report = measure_parity(
+            lambda: ProbeModule(make_model()).train(),
+            list(batches.values()),
+            world_size=size,
+            sequence_parallel_size=size,
+            timeout=_FIT_SECONDS,
+        )
+    except RanksTimedOut as error:
+        return ended("hung", re.sub(r"\s+", " ", str(error))[:900])
+    except RankFailed as error:
+        return ended(*_failure(error, size))
+    except AssertionError as error:
+        return ended("wrong", _sentence(error))
+    return ended(*_verdict(report, list(batches)), **_measured(report))
+
+
+def _failure(error: RankFailed, size: int) -> tuple[str, str]:
+    """Tells a refusal, which all ranks raise alike and on purpose, from a crash."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', text)
+    path, line, code = frames[-1] if frames else ("", "", "")
+    messages = sorted(set(error.failures.values()))
+    deliberate = path.startswith(_PACKAGE) and code.startswith("raise ") and "/testing/" not in path
+    reason = re.sub(r"\s+", " ", messages[0].split(": ", 1)[-1] if deliberate else messages[0])[:900]
+    if not deliberate:
+        return "wrong", f"the ranks crash: {reason} ({Path(path).name}:{line})"
+    if len(error.failures) < size or len(messages) > 1:
+        return "wrong", f"refused by ranks {sorted(error.failures)} of {size} alone: {reason}"
+    return "refused", reason
+
+
+def _measured(report: ParityReport) -> dict[str, Any]:
+    notes: tuple[Notes, ...] = report.notes
+    lengths = [[length for length in step if length is not None] for step in zip(*(rank.lengths for rank in notes))]
+    units = [
+        [sum(rank.values()) for rank in step] if any(step) else [] for step in zip(*(rank.units for rank in notes))
+    ]
+    return {
+        "loss_error": report.loss,
+        "gradient_error": report.gradient,
+        "parameter": report.worst_gradient,
+        "divided": Divided(lengths, units),
+        "saved_bytes": [rank.saved_bytes for rank in notes],
+        "saved_bytes_alone": report.notes_alone.saved_bytes,
+    }
+
+
+def _verdict(report: ParityReport, kinds: list[str]) -> tuple[str, str]:
+    errors = {
+        "loss": report.loss,
+        f"gradient of {report.worst_gradient}": report.gradient,
+        "gradients' norm": report.norm,
+        f"parameter {report.worst_parameter}": report.parameter,
+    }
+    large = [f"{name} off by {value:.1e}" for name, value in errors.items() if not value <= TOLERANCE]
+    if large:
+        return "wrong", "; ".join(large) + f" ({', '.join(kinds)})"
+    divided = _measured(report)["divided"]
+    undivided = [name for name in ("tower", "decoder") if not getattr(divided, name)]
+    if undivided:
+        return "undivided", f"every rank does the whole work of the {' and the '.join(undivided)}"
+    return "exact", ""

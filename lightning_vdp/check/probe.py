@@ -1,0 +1,85 @@
+"""What one fit of the check is made of, and what it notes down besides losses and gradients."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_vdp.strategy import UlyssesVisionDPStrategy
+from lightning_vdp.testing.parity import ParityModule
+from lightning_vdp.vision.load import VisionLoad
+
+__all__ = ["Notes", "ProbeModule"]
+
+
+@dataclass
+class Notes:
+    """What one rank did.
+
+    Args:
+        lengths: For each step, positions of the rank's shard, or None where the decoder ran whole.
+        units: For each step and kind of pixels, units that the rank encoded.
+        saved_bytes: Bytes that the first step's forward kept for backward, without parameters.
+    """
+
+    lengths: list[int | None] = field(default_factory=list)
+    units: list[dict[str, int]] = field(default_factory=list)
+    saved_bytes: int = 0
+
+
+class ProbeModule(ParityModule):
+    """A `ParityModule` that notes how the strategy divided its steps.
+
+    Args:
+        model: See `ParityModule`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.notes = Notes()
+
+    def on_train_start(self) -> None:
+        """Listens to the tower."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, UlyssesVisionDPStrategy):
+            strategy.mesh.vision_observers.append(self._observe)
+
+    def _observe(self, load: VisionLoad) -> None:
+        units = self.notes.units[-1]
+        units[load.modality] = units.get(load.modality, 0) + load.units
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """The loss of one batch."""
+        self.notes.units.append({})
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameter_storages():
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        if batch_idx:
+            outputs = self.model(**batch)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                outputs = self.model(**batch)
+            self.notes.saved_bytes = sum(kept.values())
+        shard = getattr(outputs, "sequence_shard", None)
+        self.notes.lengths.append(None if shard is None else shard.size)
+        loss: Tensor = outputs.loss
+        return loss
+
+    def _parameter_storages(self) -> set[int]:
+        """Where parameters are now: FSDP gathers them into tensors of its own."""
+        root = self.trainer.strategy.model
+        assert root is not None
+        found = {parameter.untyped_storage().data_ptr() for parameter in root.parameters()}
+        for wrapper in FullyShardedDataParallel.fsdp_modules(root):
+            flat = getattr(wrapper, "_flat_param", None)
+            gathered = getattr(flat, "_full_param_padded", None)
+            if gathered is not None:
+                found.add(gathered.untyped_storage().data_ptr())
+        return found
