@@ -65,6 +65,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4, 8: 2}, "max_value_projector_patch_to_query_dict": 4},
     "chameleon": {
         **_under("vq_config", _VQ),
+        "image_token_id": 158,
         "vocabulary_map": {"<image>": 158, **{f"IMGIMG{_letters(code)}Z": 100 + code for code in range(16)}},
     },
     "cohere_compass": {
@@ -94,6 +95,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         **_under("vq_config", _VQ),
         "vq_config.hidden_size": 64,
         "vq_config.num_attention_heads": 1,
+        "image_token_id": 158,
         "vocabulary_map": {
             "<image>": 158,
             "<|extra_200|>": 157,
@@ -102,7 +104,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]},
     "gemma3": {"mm_tokens_per_image": 4},
-    "gemma4": {"vision_config": _GEMMA4_VISION, "text_config.vocab_size_per_layer_input": 160},
+    "gemma4": {"vision_config": _GEMMA4_VISION},
     "gemma4_unified": {
         "vision_config": {
             "model_type": "gemma4_unified_vision",
@@ -147,6 +149,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "lighton_ocr": {"vision_config.hidden_size": 32},
     "mistral4": {"head_dim": 32},
+    "minimax_m3_vl": {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"]},
     "molmo2": {"vision_config.num_position_embeddings": 16},
     "muse_glimmer": _MUSE,
     "muse_spark": {
@@ -163,7 +166,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.mamba_head_dim": 8,
         "text_config.n_groups": 2,
         "text_config.ssm_state_size": 8,
-        "text_config.chunk_size": 8,
     },
     "ovis2": {
         "hidden_size": 64,
@@ -184,7 +186,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.indexer_compress_ratio": 2,
     },
     "shieldgemma2": {"mm_tokens_per_image": 4},
-    "step3p7": {"text_config.sliding_window": 8},
+    "step3p7": {
+        "text_config.sliding_window": 8,
+        "text_config.layer_types": ["sliding_attention", "full_attention"],
+        "text_config.rope_parameters.sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
     "t5gemma2": {"encoder.mm_tokens_per_image": 4},
     "unlimited_ocr": {**_under("vision_config.sam_config", _SAM), "vision_config.encoder_config.hidden_size": 32},
 }

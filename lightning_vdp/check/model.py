@@ -119,6 +119,7 @@ def check_model(name: str, make_model: ModelFactory, size: int) -> Row:
         torch.set_default_dtype(default)
     if problem is not None:
         return ended("unbuildable", problem)
+    kinds = list(batches)
     try:
         report = measure_parity(
             lambda: ProbeModule(make_model()).train(),
@@ -128,12 +129,12 @@ def check_model(name: str, make_model: ModelFactory, size: int) -> Row:
             timeout=_FIT_SECONDS,
         )
     except RanksTimedOut as error:
-        return ended("hung", re.sub(r"\s+", " ", str(error))[:900])
+        return ended("hung", re.sub(r"\s+", " ", str(error))[:900], batches=kinds)
     except RankFailed as error:
-        return ended(*_failure(error, size))
+        return ended(*_failure(error, size), batches=kinds)
     except AssertionError as error:
-        return ended("wrong", _sentence(error))
-    return ended(*_verdict(report, list(batches)), **_measured(report))
+        return ended("wrong", _sentence(error), batches=kinds)
+    return ended(*_verdict(report), **_measured(report), batches=kinds)
 
 
 def _failure(error: RankFailed, size: int) -> tuple[str, str]:
@@ -167,7 +168,7 @@ def _measured(report: ParityReport) -> dict[str, Any]:
     }
 
 
-def _verdict(report: ParityReport, kinds: list[str]) -> tuple[str, str]:
+def _verdict(report: ParityReport) -> tuple[str, str]:
     errors = {
         "loss": report.loss,
         f"gradient of {report.worst_gradient}": report.gradient,
@@ -176,7 +177,7 @@ def _verdict(report: ParityReport, kinds: list[str]) -> tuple[str, str]:
     }
     large = [f"{name} off by {value:.1e}" for name, value in errors.items() if not value <= TOLERANCE]
     if large:
-        return "wrong", "; ".join(large) + f" ({', '.join(kinds)})"
+        return "wrong", "; ".join(large)
     divided = _measured(report)["divided"]
     undivided = [name for name in ("tower", "decoder") if not getattr(divided, name)]
     if undivided:

@@ -51,6 +51,7 @@ class Row:
         gradient_error: Largest relative error of a gradient.
         parameter: The parameter with that error.
         divided: How the ranks shared the work.
+        batches: What was special about the batches that were fitted, one a step.
         saved_bytes: Bytes that the first forward kept for backward, without parameters, in each rank.
         saved_bytes_alone: The same in one process.
         seconds: What the row took.
@@ -64,6 +65,7 @@ class Row:
     gradient_error: float | None = None
     parameter: str = ""
     divided: Divided = field(default_factory=Divided)
+    batches: list[str] = field(default_factory=list)
     saved_bytes: list[int] = field(default_factory=list)
     saved_bytes_alone: int = 0
     seconds: float = 0.0

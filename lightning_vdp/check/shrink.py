@@ -28,7 +28,8 @@ _JOINED = frozenset("out_hidden_size text_hidden_size image_text_hidden_size ada
 # fields with one good small value, whatever they were
 _FIXED: Mapping[str, Any] = {
     "max_position_embeddings": 512,
-    "original_max_position_embeddings": 512,
+    # scaling by position acts beyond it
+    "original_max_position_embeddings": 8,
     "head_dim": 16,
     "global_head_dim": 16,
     "d_kv": 16,
@@ -50,6 +51,19 @@ _FIXED: Mapping[str, Any] = {
     "linear_head_dim": 8,
     "linear_conv_kernel_dim": 3,
     "sliding_window": 8,
+    "sliding_window_size": 8,
+    "rel_extent": 12,
+    "latent_query_num": 4,
+    "resampler_n_latents": 4,
+    "resampler_n_heads": 4,
+    "resampler_head_dim": 16,
+    "max_img_size": 64,
+    "downsample_hidden_size": 8,
+    "output_channels": 16,
+    "hc_lowrank": 8,
+    "mel_vocab_size": 16,
+    "num_filters": 4,
+    "chunk_size": 8,
     "attention_chunk_size": 8,
     "floor_scale": 8,
     "log_scaling_n_floor": 8,
@@ -157,7 +171,9 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
     heads = next((config[n] for n in ("num_attention_heads", "num_heads", "attention_heads") if n in config), None)
     depth_name = next((name for name in _DEPTHS if isinstance(config.get(name), int)), None)
     chosen = _chosen_layers(config, config[depth_name]) if depth_name else []
-    for name, value in config.items():
+    for full_name, value in config.items():
+        # windowed layers have the same fields under other names
+        name = full_name if isinstance(value, Mapping) else full_name.removeprefix("swa_")
         if isinstance(value, Mapping):
             if "model_type" in value:
                 result[name] = _shrink(value, widths, tokens, "vision" not in name and _text(value))
@@ -167,59 +183,61 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
                 late.append(name)
         elif value is None and name in ("image_token_id", "video_token_id", "image_token_index"):
             # left to the tokenizer
-            result[name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
+            result[full_name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, (int, float)) and name.endswith(_RANDOM):
-            result[name] = type(value)(0)
+            result[full_name] = type(value)(0)
         elif name in _PER_LAYER and isinstance(value, Sequence) and len(value) == config.get(depth_name or ""):
-            result[name] = [value[layer] for layer in chosen]
+            result[full_name] = [value[layer] for layer in chosen]
         elif isinstance(value, int) and (name.endswith(("_token_id", "_token_index")) or name == "image_patch_id"):
-            result[name] = _token(value, tokens)
-        elif name == "vocab_size":
-            result[name] = VOCABULARY
+            result[full_name] = _token(value, tokens)
+        elif name in ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "output_vocab_size"):
+            result[full_name] = VOCABULARY
         elif name in _FIXED and value and not isinstance(value, Sequence):
-            result[name] = _FIXED[name]
+            result[full_name] = _FIXED[name]
         elif name == "qk_head_dim":
             # the sum of two others
-            del result[name]
+            del result[full_name]
         elif name in _EXPERTS:
-            result[name] = 4
+            result[full_name] = 4
         elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads") and isinstance(value, int):
-            result[name] = _TEXT_HEADS if text else _VISION_HEADS
+            result[full_name] = _TEXT_HEADS if text else _VISION_HEADS
         elif name == "num_key_value_heads" and isinstance(heads, int) and isinstance(value, int):
+            # windowed layers may have their own ratio
+            heads = config.get(f"{full_name.removesuffix(name)}num_attention_heads", heads)
             full = _TEXT_HEADS if text else _VISION_HEADS
-            result[name] = full if value == heads else 1 if value == 1 else full // 2
+            result[full_name] = full if value == heads else 1 if value == 1 else full // 2
         elif name in _DEPTHS:
-            result[name] = len(chosen) if name == depth_name else 2
+            result[full_name] = len(chosen) if name == depth_name else 2
         elif name in _INNER:
-            result[name] = [48 for _ in value] if isinstance(value, Sequence) else 48
+            result[full_name] = [48 for _ in value] if isinstance(value, Sequence) else 48
         elif name in _JOINED and isinstance(value, int):
-            result[name] = TEXT_HIDDEN
+            result[full_name] = TEXT_HIDDEN
         elif name in _WIDTHS and isinstance(value, int):
-            result[name] = widths(value)
+            result[full_name] = widths(value)
         elif name == "image_size":
-            result[name] = [32, 32] if isinstance(value, Sequence) else 32
+            result[full_name] = [32, 32] if isinstance(value, Sequence) else 32
         elif name == "patch_size":
-            result[name] = [8, 8] if isinstance(value, Sequence) else 8
+            result[full_name] = [8, 8] if isinstance(value, Sequence) else 8
         elif name == "first_k_dense_replace":
-            result[name] = min(value, 1)
+            result[full_name] = min(value, 1)
         elif name in ("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"):
-            result[name] = [0, 1][: len(value)] if name.startswith("deepstack") else [1]
+            result[full_name] = [0, 1][: len(value)] if name.startswith("deepstack") else [1]
         elif name == "window_size":
-            result[name] = 4 * 8
+            result[full_name] = 4 * 8
         elif name == "num_position_embeddings":
-            result[name] = 64
+            result[full_name] = 64
         elif name == "vision_feature_layer":
-            result[name] = value if isinstance(value, int) else [-1, -2][: len(value)]
+            result[full_name] = value if isinstance(value, int) else [-1, -2][: len(value)]
         elif name == "image_grid_pinpoints":
             unit = min(min(sides) for sides in value)
             small = [[side * 32 // unit for side in sides] for sides in value]
-            result[name] = [sides for sides in small if max(sides) <= 64]
+            result[full_name] = [sides for sides in small if max(sides) <= 64]
         elif name == "rope_scaling_layers":
-            result[name] = list(range(len(chosen)))
+            result[full_name] = list(range(len(chosen)))
         elif name == "kv_source_layers":
-            result[name] = list(range(len(chosen)))
+            result[full_name] = list(range(len(chosen)))
     for name in late:
         result[name] = _layer_configs(config, result, config[name], chosen)
     return result
@@ -250,6 +268,6 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "mrope_section":
             # half the head width in all
             result[name] = {3: [2, 3, 3], 4: [2, 2, 2, 2]}.get(len(value), value)
-        elif name == "original_max_position_embeddings":
-            result[name] = 512
+        elif name in ("original_max_position_embeddings", "max_position_embeddings"):
+            result[name] = _FIXED[name]
     return result
