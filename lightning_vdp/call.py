@@ -69,6 +69,7 @@ class ForwardCall:
     __slots__ = (
         "_cut",
         "_pending",
+        "_wholes",
         "attended",
         "base",
         "device",
@@ -118,6 +119,7 @@ class ForwardCall:
         self.attended: dict[int, int] = {}
         self.loose_ends: list[Tensor] = []
         self._pending: list[Modality] | None = None
+        self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
         self._cut: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     @property
@@ -128,13 +130,26 @@ class ForwardCall:
             self._pending = [modality for index, modality in enumerate(self.family.modalities) if index in running]
         return self._pending
 
+    @property
+    def present(self) -> list[Modality]:
+        """Modalities of this rank's batch."""
+        return [modality for modality in self.family.modalities if modality.name in self.plans]
+
     def cut_once(self, whole: Tensor, dim: int) -> Tensor:
         """Cuts a tensor that all layers share (rotary tables) the first time a layer asks."""
         known = self._cut.get(id(whole))
         if known is None or known[0]() is not whole:
             known = (weakref.ref(whole), shard_sequence(whole, self.shard, dim))
             self._cut[id(whole)] = known
+            self._wholes[id(known[1])] = (known[1], whole)
         return known[1]
+
+    def whole_of(self, cut: Any) -> Any:
+        """Returns what `cut_once` cut, or the argument itself if it was not cut; looks into tuples."""
+        if isinstance(cut, tuple):
+            return tuple(self.whole_of(part) for part in cut)
+        known = self._wholes.get(id(cut))
+        return cut if known is None or known[0] is not cut else known[1]
 
 
 def with_call(tensor: Tensor, call: ForwardCall) -> Tensor:

@@ -20,12 +20,13 @@ def grids_of(arguments: Mapping[str, Any], modality: Modality) -> list[list[int]
     grid = None if modality.grid is None else arguments.get(modality.grid)
     if arguments.get(modality.pixels) is None or grid is None:
         return []
-    return [list(map(int, row)) for row in host_copy(grid).tolist()]
+    return [[1, *row][-3:] for row in host_copy(grid).long().tolist()]
 
 
 def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
     """Number of a modality's placeholder tokens in input ids ``[B, S]``."""
-    return int((host_copy(ids) == modality.token(config)).sum())
+    token = modality.token(config)
+    return 0 if token is None else int(host_copy(ids).eq(token).sum())
 
 
 def describe_bad_input(

@@ -16,10 +16,10 @@ from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_hos
 from lightning_vdp.checks import describe_bad_input
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import DividedModel, Facts, Family, Modality, tower_of
+from lightning_vdp.models import SEQUENCE_DIM, DividedModel, Facts, Family, Modality, tower_of
 from lightning_vdp.sequence.attention import attention_dispatcher
 from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
-from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, token_mixers
+from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, gathered_mixer, token_mixers
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
@@ -141,9 +141,10 @@ def _check_divisible(model: DividedModel, ranks: int) -> None:
             "cannot follow when ranks encode other images; enable it with "
             'gradient_checkpointing_kwargs={"use_reentrant": False}.'
         )
-    if model.head is not None and not model_uses_causal_loss(model.head):
+    other = next((part for part in model.loss_models if not model_uses_causal_loss(part)), None)
+    if other is not None:
         raise ValueError(
-            f"{type(model.head).__name__} has a loss function of its own, which shards of logits would bend; remove it and "
+            f"{type(other).__name__} has a loss function of its own, which shards of logits would bend; remove it and "
             "compute the loss in `training_step`, or set `sequence_parallel_size=1`."
         )
 
@@ -165,13 +166,15 @@ class _Entry:
     lockstep: bool
     first: FirstBatch
     carries_state: bool
+    batch_norms: tuple[nn.Module, ...] = ()
 
 
 def _divide_model(
     division: Division, model: DividedModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
 ) -> None:
     first = FirstBatch(expected=settings.verify_first_batch)
-    start = _Entry(mesh, settings, model.family, lockstep, first, carries_state(model.layers))
+    norms = tuple(model.batch_norms) if settings.vision_data_parallel else ()
+    start = _Entry(mesh, settings, model.family, lockstep, first, carries_state(model.layers), norms)
     for entry in model.entries:
         begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
@@ -182,15 +185,24 @@ def _divide_model(
     if model.family.modalities and model.family.facts.routed:
         division.method(model.base, "get_placeholder_mask", restricted_placeholders)
     division.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
-    division.hook(model.decoder.register_forward_hook, check_decoder_outputs)
     for index, layer in enumerate(model.layers):
-        division.hook(layer.register_forward_pre_hook, functools.partial(shard_layer_inputs, index == 0))
-        for mixer in token_mixers(layer):
-            division.method(mixer, "forward", divided_mixer(mixer))
+        cut_dim = None if index else SEQUENCE_DIM.get(model.decoder.config.model_type, 1)
+        shard_inputs = functools.partial(shard_layer_inputs, cut_dim, inspect.signature(type(layer).forward))
+        division.hook(layer.register_forward_pre_hook, shard_inputs)
+    gathered = model.gathered_attention
+    within = {part for module in gathered for part in module.modules()}
+    mixers = [mixer for layer in model.layers for mixer in token_mixers(layer) if mixer not in within]
+    for mixer in mixers:
+        division.method(mixer, "forward", divided_mixer(mixer))
+    for module in gathered:
+        division.method(module, "forward", gathered_mixer(module))
+    check = functools.partial(check_decoder_outputs, frozenset({*mixers, *gathered}))
+    division.hook(model.decoder.register_forward_hook, check)
     for entry in model.entries:
         division.hook(entry.register_forward_hook, _describe_outputs)
+    for part in model.loss_models:
+        division.method(part, "loss_function", sharded_causal_loss, attribute="_loss_function")
     if model.head is not None:
-        division.method(model.head, "loss_function", sharded_causal_loss, attribute="_loss_function")
         division.method(model.head, "prepare_inputs_for_generation", _prepare_undivided_inputs)
 
 
@@ -206,6 +218,11 @@ def _begin_call(
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
         return args, {**kwargs, CALL: None}
     problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
+    if any(norm.training for norm in entry.batch_norms):
+        problem = (
+            f"{type(module).__name__} normalizes over all images of a batch, which ranks that encode some of them cannot; put "
+            "its batch normalization into evaluation mode, or set `vision_data_parallel=False`"
+        )
     call = _start_call(entry, module.config, arguments, problem=problem)
     if entry.first.expected:
         entry.first.expected = False
@@ -312,12 +329,11 @@ def _enter_base(
     call.base = base
     arguments = signature.bind_partial(base, *args, **kwargs).arguments
     ids = arguments.get("input_ids")
-    modalities = [modality for modality in call.family.modalities if modality.name in call.plans]
-    carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in modalities}
+    carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in call.present}
     whole = call.whole or "mm_encoder_outputs" in arguments or not call.family.facts.routed
     call.routed = ids is not None and _routes_features(call.settings) and not whole
     call.ids = ids
-    if call.routed:
+    if ids is not None and call.routed:
         carriers["input_ids"] = with_call(ids, call)
     # in the places where they came: some decorators of forwards add keyword arguments of their own
     names = list(signature.parameters)[1 : len(args) + 1]

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = [
     "FACTS",
+    "GATHERED",
+    "PER_POSITION",
     "REFUSED",
+    "SEQUENCE_DIM",
     "DividedModel",
     "Facts",
     "Family",
@@ -35,8 +38,8 @@ class Modality:
         name: What messages call it.
         pixels: Forward argument with the pixels: packed patches ``[patches, ...]`` where there is a grid, else one row
             for each unit.
-        grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``;
-            None where each row of the pixels is a unit.
+        grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``,
+            or without time, ``[units, 2]``; None where each row of the pixels is a unit.
         features: Method of the base model that runs the tower and the projector.
         arguments: All arguments of that method.
     """
@@ -47,14 +50,14 @@ class Modality:
     features: str
     arguments: tuple[str, ...] = ()
 
-    def token(self, config: Any) -> int:
-        """The id of the placeholder token."""
+    def token(self, config: Any) -> int | None:
+        """The id of the placeholder token; None where there is none."""
         names = [f"{self.name}_token_id", f"{self.name}_token_index", f"{self.name}_patch_id"]
         for name in [*names, "image_token_id", "image_token_index"]:
             value = getattr(config, name, None)
             if isinstance(value, int):
                 return value
-        raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,6 @@ class Facts:
         tiny_unit: Whether the tower takes one square of `spatial_merge_size` patches as an image; else a rank without
             units runs one like the smallest of others.
         tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
-        features: Field of the features method's output.
         ragged: Arguments of the features method whose rows belong to units by the counts in another argument.
         unit_dims: Leading dimensions of the pixels that count units.
         listed: Whether the output tells the rows of each unit; else units stay in order.
@@ -79,13 +81,14 @@ class Facts:
     splits_frames: bool = False
     tiny_unit: bool = False
     tower_mlp_matrices: int = 2
-    features: str = "pooler_output"
     ragged: Mapping[str, str] = field(default_factory=dict)
     unit_dims: int = 1
     listed: bool = True
     routed: bool = True
 
 
+_TILES = Facts(ragged={"pixel_values_local": "num_local_patches"})
+_NESTED = Facts(unit_dims=2, listed=False)
 _PACKED = Facts(merged_rows=True, splits_frames=True, tiny_unit=True)
 FACTS: Mapping[str, Facts] = {
     "qwen2_vl": _PACKED,
@@ -94,10 +97,28 @@ FACTS: Mapping[str, Facts] = {
     "qwen3_vl_moe": _PACKED,
     "qwen3_5": _PACKED,
     "qwen3_5_moe": _PACKED,
+    "deepseek_ocr2": _TILES,
+    "step3p7": _TILES,
+    "unlimited_ocr": _TILES,
+    "idefics2": _NESTED,
+    "idefics3": _NESTED,
+    "smolvlm": _NESTED,
+    "granite_docling": _NESTED,
 }
 """Facts about vision-language models by the `model_type` of their config."""
 
+PER_POSITION: Mapping[str, int] = {"per_layer_input": 1, "moe_mm_token_type_ids": 1, "position_ids": -1}
+"""Arguments of decoder layers that belong to positions, and their sequence dimension."""
+
+SEQUENCE_DIM: Mapping[str, int] = {"gemma3n_text": 2}
+"""Sequence dimension of a decoder's hidden states by its `model_type`, where it is not 1."""
+
+GATHERED: frozenset[str] = frozenset({"llama4_text", "qwen4_exp_text"})
+"""Decoders by `model_type` whose attention needs the whole sequence before it comes to the attention function:
+temperatures by place in the sequence, sparse selection of keys. Where attention has an indexer, that tells."""
+
 _CROSS = "its decoder attends to images by cross attention, which is not divided"
+_BLOCKS = "it keeps the states of earlier blocks outside its layers, where they are not divided"
 _PAIR = "it is an encoder-decoder, whose decoder attends to another sequence"
 REFUSED: Mapping[str, str] = {
     "blip": _CROSS,
@@ -106,6 +127,10 @@ REFUSED: Mapping[str, str] = {
     "idefics": _CROSS,
     "mllama": _CROSS,
     "florence2": _PAIR,
+    "inkling_mm_model": "its convolutions do not get the keyword arguments that tell how a sequence is divided",
+    "inkling2": _BLOCKS,
+    "inkling2_loop": _BLOCKS,
+    "molmo2": "features of all its images are pooled together by indices over the whole batch",
     "pi0": "it predicts actions by flow matching and has no language model loss",
     "pix2struct": _PAIR,
     "pp_formulanet": _PAIR,
@@ -150,12 +175,15 @@ def family_of(base: PreTrainedModel) -> Family:
             names = tuple(
                 name for name, value in parameters.items() if name != "self" and value.kind is not value.VAR_KEYWORD
             )
-            grid = next((argument for argument in names if argument.endswith("grid_thw")), None)
+            grid = next((argument for argument in names if argument.endswith(("grid_thw", "grid_hw"))), None)
             modalities.append(Modality(name, names[0], grid, method, names))
+    facts = FACTS.get(base.config.model_type, Facts())
+    tokens = [modality.token(base.config) for modality in modalities]
+    routable = hasattr(base, "get_placeholder_mask") and None not in tokens
     positions = getattr(type(base), "get_rope_index", None)
     return Family(
         modalities=tuple(modalities),
-        facts=FACTS.get(base.config.model_type, Facts()),
+        facts=replace(facts, routed=facts.routed and routable),
         tower=next((name for name in _TOWERS if _child(base, name) is not None), None),
         needs_token_types=positions is not None and "mm_token_type_ids" in inspect.signature(positions).parameters,
     )
@@ -199,6 +227,14 @@ class DividedModel:
         return (self.base,) if self.head is None or self.head is self.base else (self.head, self.base)
 
     @property
+    def loss_models(self) -> list[PreTrainedModel]:
+        """The head, and models with a head of their own between it and the decoder, which compute the loss in some."""
+        if self.head is None:
+            return []
+        inner = [part for _, part in _pretrained(self.base) if part is not self.head and _contains(part, self.decoder)]
+        return [self.head, *(part for part in inner if isinstance(part, GenerationMixin))]
+
+    @property
     def tower(self) -> nn.Module | None:
         """The vision encoder without wrappers; None for language models."""
         return None if self.family.tower is None else unwrap(self.base.get_submodule(self.family.tower))
@@ -209,9 +245,33 @@ class DividedModel:
         return [unwrap(layer) for layer in self.decoder.get_submodule("layers").children()]
 
     @property
+    def gathered_attention(self) -> list[nn.Module]:
+        """Attention modules of the decoder that must see the whole sequence."""
+        modules = [unwrap(module) for layer in self.layers for module in layer.children()]
+        if self.decoder.config.model_type in GATHERED:
+            return [module for module in modules if hasattr(module, "o_proj")]
+        # layers that share what another layer's indexer found have none of their own
+        indexed = {type(module) for module in modules if any("indexer" in name for name, _ in module.named_children())}
+        return [module for module in modules if type(module) in indexed]
+
+    @property
+    def batch_norms(self) -> list[nn.Module]:
+        """What normalizes over all images of a batch, outside the decoder."""
+        inside = set(self.decoder.modules())
+        return [
+            part
+            for part in self.base.modules()
+            if isinstance(part, nn.modules.batchnorm._BatchNorm) and part not in inside
+        ]
+
+    @property
     def query_heads(self) -> int:
         """Number of query heads of the decoder."""
         return int(self.base.config.get_text_config().num_attention_heads)
+
+
+def _contains(module: nn.Module, part: nn.Module) -> bool:
+    return module is not part and any(child is part for child in module.modules())
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
@@ -293,7 +353,7 @@ def _head_of(base: PreTrainedModel, pretrained: list[tuple[str, PreTrainedModel]
     for _, parent in pretrained:
         if any(unwrap(child) is base for child in parent.children()):
             return parent
-    return base if base.get_output_embeddings() is not None else None
+    return base if isinstance(base, GenerationMixin) else None
 
 
 def query_heads(module: nn.Module) -> list[int]:

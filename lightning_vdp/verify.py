@@ -91,7 +91,9 @@ def _whole_units(arguments: Mapping[str, Any], modality: Modality, config: Any, 
     """Positions of a row up to the first unit that does not fit in whole, and the units before it."""
     if arguments.get(modality.pixels) is None:
         return len(row), 0
-    places = (row == modality.token(config)).nonzero().flatten()
+    token = modality.token(config)
+    assert token is not None
+    places = row.eq(token).nonzero().flatten()
     merged = int(config.vision_config.spatial_merge_size) ** 2
     rows = [time * height * width // merged for time, height, width in grids_of(arguments, modality)]
     used = units = 0

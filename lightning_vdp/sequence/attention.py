@@ -7,7 +7,7 @@ Shape suffixes: B rows of the batch, H heads, T positions of a shard, S position
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ def ulysses_attention(
     seen: Any = _ModuleView(module, **changed) if changed else module
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
         attention_mask = attention_mask[:, own_heads]
+    if "position_ids" in kwargs:
+        kwargs["position_ids"] = call.whole_of(kwargs["position_ids"])
     if isinstance(kwargs.get("s_aux"), Tensor):
         kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
@@ -154,11 +156,25 @@ class _AttentionDispatcher:
 attention_dispatcher = _AttentionDispatcher()
 
 
-def unmixed(call: ForwardCall, layers: Iterable[nn.Module]) -> list[str]:
-    """Describes the layers whose attention, or what mixes tokens in its place, did not run divided exactly once."""
+# kinds of layers that transformers' hybrid models name, in which positions stay apart
+_WITHOUT_MIXING = frozenset({"mlp", "moe"})
+
+
+def unmixed(call: ForwardCall, layers: Iterable[nn.Module], mixers: Collection[nn.Module]) -> list[str]:
+    """Describes the layers whose attention, or what mixes tokens in its place, did not run divided exactly once.
+
+    Args:
+        call: The forward.
+        layers: The decoder's layers.
+        mixers: Modules that must have run, beside attention, which shows itself.
+    """
     problems = []
     for index, layer in enumerate(layers):
-        times = [call.attended[id(module)] for module in layer.modules() if id(module) in call.attended]
+        if getattr(layer, "block_type", None) in _WITHOUT_MIXING:
+            continue
+        parts = list(layer.modules())
+        times = [call.attended.get(id(part), 0) for part in parts if id(part) in call.attended or part in mixers]
         if not times or set(times) != {1}:
-            problems.append(f"layer {index} ({type(layer).__name__}): {max(times, default=0)} times")
+            wrong = next((count for count in times if count != 1), 0)
+            problems.append(f"layer {index} ({type(layer).__name__}): {wrong} times")
     return problems

@@ -1,5 +1,7 @@
 """Hooks that divide a decoder's sequence: between the merged embeddings and the head, every tensor is a shard."""
 
+import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
-from lightning_vdp.models import unwrap
+from lightning_vdp.models import PER_POSITION, unwrap
 from lightning_vdp.sequence.attention import unmixed
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
@@ -23,11 +25,15 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None:
         return None
-    run_absent_towers(call)
     kwargs = {**kwargs, "use_cache": False}
-    if call.loose_ends:
-        kwargs["inputs_embeds"] = attach(kwargs["inputs_embeds"], call.loose_ends)
-        call.loose_ends = []
+    if decoder is call.base:
+        # it merges features itself: what this rank's batch lacks comes first, and is attached in front of the layers
+        run_absent_towers(call, before=next(iter(call.present), None))
+    else:
+        run_absent_towers(call)
+        if call.loose_ends:
+            kwargs["inputs_embeds"] = attach(kwargs["inputs_embeds"], call.loose_ends)
+            call.loose_ends = []
     if call.whole:
         return args, kwargs
     call.attended = {}
@@ -41,24 +47,43 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
     return args, kwargs
 
 
-def shard_layer_inputs(first: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a decoder layer: cuts hidden states (first layer only) and rotary tables.
+def shard_layer_inputs(
+    cut_dim: int | None, signature: inspect.Signature, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Forward pre-hook of a decoder layer: cuts rotary tables and what else has positions.
 
-    Masks and position ids stay whole: attention sees the whole sequence.
+    Masks stay whole: attention sees the whole sequence. Hidden states are cut in dimension `cut_dim`, in front of the
+    first layer.
     """
     call: ForwardCall | None = kwargs.get(CALL)
-    if call is None or call.whole:
+    if call is None:
         return None
-    if first:
-        args = (shard_sequence(args[0], call.shard), *args[1:])
-    tables = kwargs.get("position_embeddings")
-    if tables is None:
+    if call.loose_ends:
+        args, call.loose_ends = (attach(args[0], call.loose_ends), *args[1:]), []
+    if call.whole:
         return args, kwargs
-    cut = call.cut_once(tables, -2) if isinstance(tables, Tensor) else tuple(call.cut_once(x, -2) for x in tables)
-    return args, {**kwargs, "position_embeddings": cut}
+    if cut_dim is not None:
+        args = (shard_sequence(args[0], call.shard, cut_dim), *args[1:])
+    kwargs = dict(kwargs)
+    tables = kwargs.get("position_embeddings")
+    if tables is not None:
+        kwargs["position_embeddings"] = _cut(tables, -2, call)
+    names = list(signature.parameters)[1 : len(args) + 1]
+    cut = {name: _cut(value, PER_POSITION[name], call) for name, value in zip(names, args) if name in PER_POSITION}
+    args = tuple(cut.get(name, value) for name, value in zip(names, args))
+    kwargs.update({name: _cut(kwargs[name], dim, call) for name, dim in PER_POSITION.items() if name in kwargs})
+    return args, kwargs
 
 
-def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+def _cut(x: Any, dim: int, call: ForwardCall) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_cut(part, dim, call) for part in x)
+    return call.cut_once(x, dim) if isinstance(x, Tensor) and x.shape[dim] == call.shard.length else x
+
+
+def check_decoder_outputs(
+    mixers: Collection[nn.Module], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+) -> Any:
     """Forward hook of the decoder: audits attention, and makes router logits whole for the auxiliary loss.
 
     Raises:
@@ -67,7 +92,7 @@ def check_decoder_outputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dic
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return None
-    problems = unmixed(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()])
+    problems = unmixed(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()], mixers)
     if problems:
         raise RuntimeError(
             f"{type(decoder).__name__} cannot be divided over the sequence: each layer's attention must pass once through "

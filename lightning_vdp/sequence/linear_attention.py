@@ -20,7 +20,7 @@ from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.sequence.heads import head_split, runs, to_heads, to_sequence
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 
-__all__ = ["carries_state", "divided_mixer", "token_mixers"]
+__all__ = ["carries_state", "divided_mixer", "gathered_mixer", "token_mixers"]
 
 
 def _by_channel(
@@ -111,7 +111,7 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     forward = type(module).forward
     names = _names(module)
     if names & _GATHERED:
-        return functools.partial(_run_gathered, inspect.signature(forward))
+        return gathered_mixer(module)
     return functools.partial(_run_divided, inspect.signature(forward), tuple(sorted(names & _DIVIDED.keys())))
 
 
@@ -133,9 +133,10 @@ def _run_divided(
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
     arguments = _arguments(signature, self, args, kwargs)
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        arguments["attention_mask"] = shard_sequence(mask, call.shard)
+    for name in ("attention_mask", "conv_mask"):
+        mask = arguments.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            arguments[name] = shard_sequence(mask, call.shard)
     used: set[str] = set()
 
     def divided(name: str) -> Callable[..., Any]:
@@ -158,12 +159,21 @@ def _run_divided(
     return output
 
 
+def gathered_mixer(module: nn.Module) -> Callable[..., Any]:
+    """Makes the function that stands in for the forward of a module which must see the whole sequence.
+
+    Args:
+        module: Takes hidden states first and returns them, or a tuple that begins with them.
+    """
+    return functools.partial(_run_gathered, inspect.signature(type(module).forward))
+
+
 def _run_gathered(signature: inspect.Signature, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Every rank mixes the whole sequence and keeps its shard: exact, and no lighter than undivided."""
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
-    arguments = _arguments(signature, self, args, kwargs)
+    arguments = {name: call.whole_of(value) for name, value in _arguments(signature, self, args, kwargs).items()}
     first = next(iter(arguments))
     arguments[first] = gather_sequence(arguments[first], call.shard)
     output = type(self).forward(self, **arguments)

@@ -29,7 +29,8 @@ class PromoteFloat32(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if func in _ONE_DTYPE and any(getattr(value, "dtype", None) is torch.float64 for value in args):
             args = tuple(
-                value.double() if isinstance(value, Tensor) and value.dtype is torch.float32 else value for value in args
+                value.double() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+                for value in args
             )
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:

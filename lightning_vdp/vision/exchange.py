@@ -29,6 +29,7 @@ def gather_features(levels: Sequence[Tensor], plan: UnitPlan, group: dist.Proces
     """
     widths = [level.shape[1] for level in levels]
     gathered = all_gather(_side_by_side(levels), plan.rows_per_rank, group)
+    assert plan.rows is not None, "the rows of units are not known yet"
     order = plan.gathered_order
     result = []
     for level in gathered.split(widths, dim=1):

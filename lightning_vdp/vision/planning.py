@@ -85,5 +85,7 @@ def route_units(modality: Modality, ids: Tensor, config: Any, call: ForwardCall)
         config: The model's config.
         call: The forward.
     """
-    columns = (host_copy(ids) == modality.token(config)).nonzero()[:, 1]
+    token = modality.token(config)
+    assert token is not None, "features without a placeholder token are not routed"
+    columns = host_copy(ids).eq(token).nonzero()[:, 1]
     return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)

@@ -37,10 +37,14 @@ def select_units(
         if plan.frames:
             return selected
     for name, value in arguments.items():
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            selected[name] = [value[unit] for unit in units]
         if not isinstance(value, Tensor) or name in (modality.pixels, modality.grid):
             continue
         if name in facts.ragged:
-            selected[name] = _pick(value, units, host_copy(arguments[facts.ragged[name]]).flatten().tolist())
+            counts = arguments[facts.ragged[name]]
+            counts = host_copy(counts).flatten().tolist() if isinstance(counts, Tensor) else list(counts)
+            selected[name] = _pick(value, units, counts)
         elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:
             selected[name] = _unflat(_pick(_flat(value, facts), units), facts)
     return selected

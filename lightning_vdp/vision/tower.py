@@ -61,13 +61,14 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     owned = plan.owned(call.shard.rank)
     if owned:
         outputs = own(**select_units(arguments, owned, plan, modality, facts))
-        levels = _levels(outputs, facts)
+        levels = _levels(outputs)
     else:
         outputs, levels = _dummy(own, call, modality, arguments)
     watch.stop()
     if plan.rows is None:
         measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in owned], facts) if owned else []
-        plan = call.plans[modality.name] = _agree_on_rows(call, modality, measured)
+        rows = _agree_on_rows(call, modality, measured)
+        plan = call.plans[modality.name] = dataclasses.replace(plan, rows=rows)
     _check_rows(levels, plan.rows_per_rank[call.shard.rank], modality)
     routes = None
     if call.routed:
@@ -81,8 +82,14 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
     units, *deepstack = exchanged
     # without the other fields, which describe this rank's units alone and would keep their activations
-    fields = {facts.features: _like(getattr(outputs, facts.features), units)}
+    field = _field(outputs)
+    fields = {field: _like(getattr(outputs, field), units)}
     return type(outputs)(**fields, **({"deepstack_features": deepstack} if deepstack else {}))
+
+
+def _field(outputs: Any) -> str:
+    """Where a model leaves its features."""
+    return "last_hidden_state" if getattr(outputs, "pooler_output", None) is None else "pooler_output"
 
 
 def _config(call: ForwardCall) -> Any:
@@ -118,9 +125,9 @@ def _report(
         observe(load)
 
 
-def _levels(outputs: Any, facts: Facts) -> list[Tensor]:
+def _levels(outputs: Any) -> list[Tensor]:
     """The tower's output and its deepstack levels, each as rows ``[rows, width]``."""
-    levels = [getattr(outputs, facts.features), *(getattr(outputs, "deepstack_features", None) or [])]
+    levels = [getattr(outputs, _field(outputs)), *(getattr(outputs, "deepstack_features", None) or [])]
     return [
         level.flatten(0, -2) if isinstance(level, Tensor) else torch.cat([unit.flatten(0, -2) for unit in level])
         for level in levels
@@ -129,7 +136,7 @@ def _levels(outputs: Any, facts: Facts) -> list[Tensor]:
 
 def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
     """Rows of features of each unit that was encoded; where the output does not tell, all with the first one."""
-    features = getattr(outputs, facts.features)
+    features = getattr(outputs, _field(outputs))
     if facts.listed:
         if isinstance(features, Tensor) and features.dim() > 2 and len(features) == len(sizes):
             return [features.shape[1:-1].numel()] * len(sizes)
@@ -145,7 +152,7 @@ def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
     return [total, *[0] * (len(sizes) - 1)]
 
 
-def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> UnitPlan | None:
+def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> tuple[int, ...]:
     """Exchanges the rows of features that units yielded; every rank of the world takes part.
 
     Args:
@@ -153,11 +160,14 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
         modality: What was encoded; None on ranks whose batch lacks it.
         measured: Rows of this rank's units.
 
+    Returns:
+        Rows of all units of this rank's replica.
+
     Raises:
         StepError: If some replica's placeholders are not as many as its features; the same on every rank.
     """
     expected: list[int] = []
-    if modality is not None and call.ids is not None:
+    if modality is not None and call.ids is not None and modality.token(_config(call)) is not None:
         expected = [count_placeholders(call.ids, modality, _config(call))]
     header = {"rows": measured, "placeholders": expected}
     headers = exchange_headers(call.mesh, header).wait()
@@ -175,14 +185,14 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
     if problems:
         raise StepError("Refused before the step: " + "; ".join(problems))
     if modality is None:
-        return None
+        return ()
     plan = call.plans[modality.name]
     group = headers[call.mesh.data_parallel_rank * size :][:size]
     rows = [0] * len(plan.sizes)
     for rank in range(size):
         for unit, count in zip(plan.owned(rank), group[rank]["rows"]):
             rows[unit] = count
-    return dataclasses.replace(plan, rows=tuple(rows))
+    return tuple(rows)
 
 
 def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None:
@@ -208,7 +218,7 @@ def _dummy(
         unit = build_unit(_description(call, modality), modality, call.device)
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
     outputs = own(**{**plain, **unit, "return_dict": True})
-    return outputs, [level[:0] for level in _levels(outputs, facts)]
+    return outputs, [level[:0] for level in _levels(outputs)]
 
 
 def _tiny_unit(call: ForwardCall, modality: Modality) -> dict[str, Tensor]:
