@@ -127,6 +127,7 @@ REFUSED: Mapping[str, str] = {
     "idefics": _CROSS,
     "mllama": _CROSS,
     "florence2": _PAIR,
+    "granite4_vision": "it hands features of its images to layers of the decoder in a form of its own",
     "inkling_mm_model": "its convolutions do not get the keyword arguments that tell how a sequence is divided",
     "inkling2": _BLOCKS,
     "inkling2_loop": _BLOCKS,
@@ -266,8 +267,10 @@ class DividedModel:
 
     @property
     def query_heads(self) -> int:
-        """Number of query heads of the decoder."""
-        return int(self.base.config.get_text_config().num_attention_heads)
+        """Number of query heads of the decoder; the least if layers differ."""
+        config = self.base.config.get_text_config()
+        layers = getattr(config, "per_layer_config", None) or [config]
+        return min(int(layer.num_attention_heads) for layer in layers)
 
 
 def _contains(module: nn.Module, part: nn.Module) -> bool:
@@ -308,8 +311,10 @@ def find_models(module: nn.Module) -> list[DividedModel]:
     within = {id(part) for model in models for part in (model.head or model.base).modules()}
     for name, head in pretrained:
         base = _child(head, "model")
-        known = head.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and id(head) not in within
-        if known and isinstance(base, PreTrainedModel) and _has_layers(base):
+        known = head.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or type(head).__name__.endswith(
+            "ForCausalLM"
+        )
+        if known and id(head) not in within and isinstance(base, PreTrainedModel) and _has_layers(base):
             models.append(DividedModel(name, LANGUAGE_MODEL, head, base, base))
     if not models:
         found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
