@@ -35,9 +35,16 @@ class Pixels:
 
 
 def vision_base(model: nn.Module) -> Any:
-    """The innermost module with a method for image features, or None."""
-    found = [module for module in model.modules() if callable(getattr(module, "get_image_features", None))]
-    return found[-1] if found else None
+    """The innermost module with a method for features of images or of videos alone, or None."""
+    for name in ("get_image_features", "get_video_features"):
+        found = [module for module in model.modules() if callable(getattr(module, name, None))]
+        if found:
+            return found[-1]
+    return None
+
+
+def _method(base: Any) -> Any:
+    return getattr(base, "get_image_features", None) or base.get_video_features
 
 
 def _vision_config(base: Any) -> Any:
@@ -175,7 +182,9 @@ def _fixed(base: Any, names: list[str], seed: int) -> Iterator[Arguments]:
         sides = torch.tensor([[4, 4], [4, 8], [8, 4]])
         yield {"pixel_values": _draw((1, 3, patch, patch * int(sides.prod(-1).sum())), seed), "target_sizes": sides}
     if "qformer_input_ids" in names:
-        yield {"pixel_values": plain, "qformer_input_ids": torch.arange(5, 20).view(3, 5)}
+        prompts = torch.arange(5, 20).view(3, 5)
+        yield {"pixel_values": plain, "qformer_input_ids": prompts}
+        yield {"pixel_values": _draw((3, 2, 3, size, size), seed), "qformer_input_ids": prompts}
     if names[0] == "flattened_patches":
         rows, columns = torch.meshgrid(torch.arange(1, 5), torch.arange(1, 5), indexing="ij")
         places = torch.stack([rows.flatten(), columns.flatten()], -1).double()
@@ -280,10 +289,11 @@ def describe_vision(model: nn.Module, seed: int) -> Pixels:
     base = vision_base(model)
     if base is None:
         raise NoInput(f"{type(model).__name__} has no method for image features")
-    names = _names(base.get_image_features)
+    method = _method(base)
+    names = _names(method)
     if any("_grid_" in name for name in names):
-        return _try(base.get_image_features, _packed(base, names, seed, _grids(base, names)), 3)
-    return _try(base.get_image_features, _fixed(base, names, seed), 3)
+        return _try(method, _packed(base, names, seed, _grids(base, names)), 3)
+    return _try(method, _fixed(base, names, seed), 3)
 
 
 def _describe_videos(base: Any, seed: int) -> Pixels | None:
@@ -341,6 +351,8 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
     kind = "video" if videos else "image"
     names = _names(type(model).forward) + _names(type(base).forward)
     token = _token(base.config, kind)
+    if not hasattr(base, "get_image_features"):
+        token = _token(base.config, "video")
     if token is None and "image_embeds_position_mask" not in names:
         raise NoInput(f"{type(base.config).__name__} names no {kind} token")
     arguments = dict(pixels.arguments)
@@ -366,6 +378,8 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
     batch["labels"] = ids.masked_fill(features | (mask == 0), -100)
     if "mm_token_type_ids" in names:
         batch["mm_token_type_ids"] = features.int() * (2 if videos else 1)
+    if "moe_mm_token_type_ids" in names:
+        batch["moe_mm_token_type_ids"] = features.int()
     if "token_type_ids" in names:
         batch["token_type_ids"] = features.int()
     if "image_embeds_position_mask" in names:

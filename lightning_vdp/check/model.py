@@ -146,6 +146,7 @@ def _failure(error: RankFailed, size: int) -> tuple[str, str]:
     deliberate = path.startswith(_PACKAGE) and code.startswith("raise ") and "/testing/" not in path
     reason = re.sub(r"\s+", " ", messages[0].split(": ", 1)[-1] if deliberate else messages[0])[:900]
     if not deliberate:
+        path, line, _ = next((frame for frame in reversed(frames) if "/transformers/models/" in frame[0]), (path, line, ""))
         return "wrong", f"the ranks crash: {reason} ({Path(path).name}:{line})"
     if len(error.failures) < size or len(messages) > 1:
         return "wrong", f"refused by ranks {sorted(error.failures)} of {size} alone: {reason}"
