@@ -44,11 +44,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a model_type of transformers, a config.json, a model of the hub, or package.module:ModelFactory",
     )
-    parser.add_argument("--all", action="store_true", help="every image-text-to-text model type of the installed transformers")
-    parser.add_argument("--sizes", type=_sizes, default=[2], help="ranks of a sequence group, comma-separated (default: 2)")
+    parser.add_argument(
+        "--all", action="store_true", help="every image-text-to-text model type of the installed transformers"
+    )
+    parser.add_argument(
+        "--sizes", type=_sizes, default=[2], help="ranks of a sequence group, comma-separated (default: 2)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--jobs", type=int, help="checks that run at once (default: one for each core, at most four)")
-    parser.add_argument("--timeout", type=float, default=LIMIT_S, help="seconds for one model and size (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=LIMIT_S, help="seconds for one model and size (default: %(default)s)"
+    )
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help=argparse.SUPPRESS)
     return parser
 
@@ -70,7 +76,9 @@ def _saved(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table("model", "S", "status", "loss error", "gradient error", "worst parameter", "divided", "saved per rank")
+    table = Table(
+        "model", "S", "status", "loss error", "gradient error", "worst parameter", "divided", "saved per rank"
+    )
     for row in rows:
         colour = _COLOURS.get(row.status, "bold red")
         status = f"[{colour}]{row.status}[/]" + (f": {row.reason}" if row.reason else "")

@@ -165,7 +165,9 @@ def _token(value: int, tokens: dict[Any, int]) -> int:
     return VOCABULARY - 1 - tokens.setdefault(value, len(tokens))
 
 
-def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int], text: bool) -> dict[str, Any]:
+def _shrink(
+    config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int], text: bool
+) -> dict[str, Any]:
     result: dict[str, Any] = dict(config)
     late: list[str] = []
     heads = next((config[n] for n in ("num_attention_heads", "num_heads", "attention_heads") if n in config), None)
@@ -201,7 +203,9 @@ def _shrink(config: Mapping[str, Any], widths: Callable[[int], int], tokens: dic
             del result[full_name]
         elif name in _EXPERTS:
             result[full_name] = 4
-        elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads") and isinstance(value, int):
+        elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads") and isinstance(
+            value, int
+        ):
             result[full_name] = _TEXT_HEADS if text else _VISION_HEADS
         elif name == "num_key_value_heads" and isinstance(heads, int) and isinstance(value, int):
             # windowed layers may have their own ratio

@@ -45,7 +45,9 @@ def _config(fields: dict[str, Any], source: str) -> PreTrainedConfig:
     model_type = fields.get("model_type", "")
     if model_type not in CONFIG_MAPPING_NAMES:
         remote = ": its code is its own (`auto_map`), which is not run" if "auto_map" in fields else ""
-        raise ValueError(f"{source} has model_type {model_type!r}, which the installed transformers does not know{remote}.")
+        raise ValueError(
+            f"{source} has model_type {model_type!r}, which the installed transformers does not know{remote}."
+        )
     config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
     return config
 
