@@ -39,9 +39,10 @@ _SAM = {
     "mlp_dim": 48,
 }
 _MUSE = {
-    "vision_config.pos_emb_height": 8,
-    "vision_config.pos_emb_width": 8,
-    "vision_config.max_position_embeddings": 64,
+    # also the side of a window, in patches
+    "vision_config.pos_emb_height": 4,
+    "vision_config.pos_emb_width": 4,
+    "vision_config.max_position_embeddings": 16,
     "out_hidden_size": 32 * 4,
 }
 _HYBRID = {"text_config.layer_types": ["linear_attention", "full_attention"], "text_config.num_hidden_layers": 2}
@@ -150,7 +151,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lighton_ocr": {"vision_config.hidden_size": 32},
     "mistral4": {"head_dim": 32},
     "minimax_m3_vl": {"text_config.layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "molmo2": {"vision_config.num_position_embeddings": 16},
+    "molmo2": {
+        "vision_config.num_position_embeddings": 16,
+        "text_config.rope_scaling_layers": [0],
+        "text_config.rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "muse_glimmer": _MUSE,
     "muse_spark": {
         **_MUSE,

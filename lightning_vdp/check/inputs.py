@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NoInput", "Pixels", "describe_vision", "make_batch", "vision_base"]
+__all__ = ["NoInput", "Pixels", "describe_vision", "make_batch", "make_video_batch", "vision_base"]
 
 Arguments = dict[str, Any]
 # sides of three images, in merged patches: no two alike, and their sum is odd
 _SIDES = ((2, 2), (3, 4), (2, 3))
 _WORDS = range(3, 100)
+# marks places of features where the config names no token for them
+_NO_TOKEN = -2
 
 
 class NoInput(ValueError):
@@ -35,9 +37,16 @@ class Pixels:
 
 
 def vision_base(model: nn.Module) -> Any:
-    """The innermost module with a method for image features, or None."""
-    found = [module for module in model.modules() if callable(getattr(module, "get_image_features", None))]
-    return found[-1] if found else None
+    """The innermost module with a method for features of images or of videos alone, or None."""
+    for name in ("get_image_features", "get_video_features"):
+        found = [module for module in model.modules() if callable(getattr(module, name, None))]
+        if found:
+            return found[-1]
+    return None
+
+
+def _method(base: Any) -> Any:
+    return getattr(base, "get_image_features", None) or base.get_video_features
 
 
 def _vision_config(base: Any) -> Any:
@@ -175,7 +184,9 @@ def _fixed(base: Any, names: list[str], seed: int) -> Iterator[Arguments]:
         sides = torch.tensor([[4, 4], [4, 8], [8, 4]])
         yield {"pixel_values": _draw((1, 3, patch, patch * int(sides.prod(-1).sum())), seed), "target_sizes": sides}
     if "qformer_input_ids" in names:
-        yield {"pixel_values": plain, "qformer_input_ids": torch.arange(5, 20).view(3, 5)}
+        prompts = torch.arange(5, 20).view(3, 5)
+        yield {"pixel_values": plain, "qformer_input_ids": prompts}
+        yield {"pixel_values": _draw((3, 2, 3, size, size), seed), "qformer_input_ids": prompts}
     if names[0] == "flattened_patches":
         rows, columns = torch.meshgrid(torch.arange(1, 5), torch.arange(1, 5), indexing="ij")
         places = torch.stack([rows.flatten(), columns.flatten()], -1).double()
@@ -280,24 +291,31 @@ def describe_vision(model: nn.Module, seed: int) -> Pixels:
     base = vision_base(model)
     if base is None:
         raise NoInput(f"{type(model).__name__} has no method for image features")
-    names = _names(base.get_image_features)
+    method = _method(base)
+    names = _names(method)
     if any("_grid_" in name for name in names):
-        return _try(base.get_image_features, _packed(base, names, seed, _grids(base, names)), 3)
-    return _try(base.get_image_features, _fixed(base, names, seed), 3)
+        return _try(method, _packed(base, names, seed, _grids(base, names)), 3)
+    return _try(method, _fixed(base, names, seed), 3)
 
 
-def _describe_videos(base: Any, seed: int) -> Pixels | None:
-    """Pixels of one video of three frames, for models whose videos have grids; None if there is no way in."""
-    if not callable(getattr(base, "get_video_features", None)):
-        return None
+def _videos(base: Any, names: list[str], seed: int) -> Iterator[Arguments]:
+    """Pixels of one video."""
+    if any(name.endswith("grid_thw") for name in names):
+        merge = _grids(base, names)[0][1] // 2
+        # some towers pair frames
+        for frames in (3, 4):
+            yield from _packed(base, names, seed, [[frames, 2 * merge, 3 * merge]])
+    size, time = _image(base), int(_field((_vision_config(base), base.config), "video_temporal_patch_size") or 1)
+    for frames in (3, 8):
+        yield {names[0]: _draw((1, frames, 3 * time, size, size), seed)}
+
+
+def _describe_video(base: Any, seed: int) -> Pixels:
+    """Finds pixels of one video that a model takes, and counts their features."""
+    if not hasattr(base, "get_image_features") or not hasattr(base, "get_video_features"):
+        raise NoInput(f"{type(base).__name__} takes no videos beside images")
     names = _names(base.get_video_features)
-    if not any(name.endswith("grid_thw") for name in names):
-        return None
-    merge = _grids(base, names)[0][1] // 2
-    try:
-        return _try(base.get_video_features, _packed(base, names, seed, [[3, 2 * merge, 3 * merge]]), 1)
-    except NoInput:
-        return None
+    return _try(base.get_video_features, _videos(base, names, seed), 1)
 
 
 def _token(config: Any, kind: str) -> int | None:
@@ -307,19 +325,49 @@ def _token(config: Any, kind: str) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _packed_sequence(config: Any, rows: Sequence[int], token: int, draw: torch.Generator, text: int) -> list[int]:
+def _sequence(config: Any, runs: Sequence[int], token: int, draw: torch.Generator, text: int) -> list[int]:
+    """Words with runs of placeholders in between, each between the tokens that start and end it if there are such."""
+
     def words(count: int) -> list[int]:
         return torch.randint(_WORDS.start, _WORDS.stop, (count,), generator=draw).tolist()
 
     start = _field((config,), "vision_start_token_id image_start_token_id boi_token_id boi_token_index")
     end = _field((config,), "vision_end_token_id image_end_token_id eoi_token_id eoi_token_index")
     ids = words(text)
-    for count in rows:
+    for count in runs:
         ids += [start] * isinstance(start, int) + [token] * count + [end] * isinstance(end, int) + words(text)
     return ids
 
 
-def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, videos: bool = False) -> dict[str, Any]:
+def _padded(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask, padded on the right to an odd length, which no number of ranks divides."""
+    longest = max(map(len, sequences))
+    if longest % 2 == 0:
+        sequences[0] += [_WORDS.start] * (longest + 1 - len(sequences[0]))
+        longest += 1
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return ids, mask
+
+
+def _batch(model: nn.Module, ids: Tensor, mask: Tensor, token: int, kind: int, arguments: Arguments) -> dict[str, Any]:
+    names = _names(type(model).forward) + _names(type(vision_base(model)).forward)
+    features = ids == token
+    ids = ids.masked_fill(ids == _NO_TOKEN, _WORDS.start)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **arguments}
+    batch["labels"] = ids.masked_fill(features | (mask == 0), -100)
+    batch["mm_token_type_ids"] = features.int() * kind
+    for name in ("token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask"):
+        batch[name] = features.int()
+    if kind == 2:
+        batch["video_second_per_grid"] = torch.ones(1)
+    return {name: value for name, value in batch.items() if name in names}
+
+
+def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1) -> dict[str, Any]:
     """Makes a batch with labels: three images between words, in one row or over two.
 
     Args:
@@ -327,50 +375,60 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1, vi
         seed: Of words and pixels.
         text: Words before, between and after images.
         rows: 2 puts two images into the first row and one into the second, which is padded.
-        videos: Take one video instead of images.
 
     Raises:
         NoInput: If no input is known that the model takes.
     """
     base = vision_base(model)
-    if base is None and not any("pixel" in name or "image" in name for name in _names(type(model).forward)):
+    names = _names(type(model).forward)
+    if base is None and not any("pixel" in name or "image" in name for name in names):
         return _words_alone(text, rows, seed)
-    pixels = _describe_videos(base, seed) if videos else describe_vision(model, seed)
-    if pixels is None:
-        raise NoInput(f"no videos are known that {type(model).__name__} takes")
-    kind = "video" if videos else "image"
-    names = _names(type(model).forward) + _names(type(base).forward)
-    token = _token(base.config, kind)
-    if token is None and "image_embeds_position_mask" not in names:
-        raise NoInput(f"{type(base.config).__name__} names no {kind} token")
+    pixels = describe_vision(model, seed)
+    token = _token(base.config, "image" if hasattr(base, "get_image_features") else "video")
+    if token is None:
+        if "image_embeds_position_mask" not in names:
+            raise NoInput(f"{type(base.config).__name__} names no image token")
+        token = _NO_TOKEN
     arguments = dict(pixels.arguments)
     counts = [pixels.rows] if rows == 1 else [pixels.rows[:2], pixels.rows[2:]]
     if rows == 2:
         _spread(arguments)
     draw = torch.Generator().manual_seed(seed)
-    mark = -2 if token is None else token
-    sequences = [_packed_sequence(base.config, part, mark, draw, text) for part in counts]
-    longest = max(map(len, sequences))
-    if longest % 2 == 0:
-        # no number of ranks divides it
-        sequences[0] += [_WORDS.start] * (longest + 1 - len(sequences[0]))
-        longest += 1
-    ids = torch.zeros(rows, longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = 1
-    features = ids == mark
-    ids = ids.masked_fill(ids == -2, 5)
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **arguments}
-    batch["labels"] = ids.masked_fill(features | (mask == 0), -100)
-    if "mm_token_type_ids" in names:
-        batch["mm_token_type_ids"] = features.int() * (2 if videos else 1)
-    if "token_type_ids" in names:
-        batch["token_type_ids"] = features.int()
-    if "image_embeds_position_mask" in names:
-        batch["image_embeds_position_mask"] = features.int()
-    return {name: value for name, value in batch.items() if name in names}
+    ids, mask = _padded([_sequence(base.config, part, token, draw, text) for part in counts])
+    return _batch(model, ids, mask, token, 1, arguments)
+
+
+def make_video_batch(model: nn.Module, seed: int = 0, text: int = 7) -> dict[str, Any]:
+    """Makes a batch with labels: one video between words, its frames in one run or apart, as the model wants it.
+
+    Args:
+        model: In float64.
+        seed: Of words and pixels.
+        text: Words before, between and after.
+
+    Raises:
+        NoInput: If no input is known that the model takes.
+    """
+    base = vision_base(model)
+    pixels = _describe_video(base, seed)
+    frames = next((int(value[0, 0]) for name, value in pixels.arguments.items() if "grid_thw" in name), 1)
+    rows = sum(pixels.rows)
+    problem = "its config names no video token"
+    for runs in ([rows], [rows // frames] * frames):
+        # some have one token for images and videos
+        for token in dict.fromkeys(_token(base.config, kind) for kind in ("video", "image")):
+            if token is None:
+                continue
+            draw = torch.Generator().manual_seed(seed)
+            ids, mask = _padded([_sequence(base.config, runs, token, draw, text)])
+            batch = _batch(model, ids, mask, token, 2, dict(pixels.arguments))
+            try:
+                with torch.no_grad():
+                    model(**batch)
+                return batch
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+    raise NoInput(f"no videos fit: {problem}")
 
 
 def _words_alone(text: int, rows: int, seed: int) -> dict[str, Any]:

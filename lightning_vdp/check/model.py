@@ -1,5 +1,6 @@
 """One model at one size: built small, run in one process, then in simulated ranks, and compared."""
 
+import contextlib
 import re
 import time
 import traceback
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lightning_vdp
-from lightning_vdp.check.inputs import NoInput, make_batch
+from lightning_vdp.check.inputs import NoInput, make_batch, make_video_batch
 from lightning_vdp.check.probe import Notes, ProbeModule
 from lightning_vdp.check.rows import Divided, Row
 from lightning_vdp.models import find_models
@@ -40,11 +41,10 @@ def make_batches(model: PreTrainedModel) -> dict[str, Batch]:
         NoInput: If not even images in one row can be made.
     """
     batches = {"three images in a row": make_batch(model, seed=0)}
-    for name, arguments in (("two padded rows", {"seed": 1, "rows": 2}), ("a video", {"seed": 2, "videos": True})):
-        try:
-            batches[name] = make_batch(model, **arguments)  # type: ignore[arg-type]
-        except NoInput:
-            continue
+    others = {"two padded rows": partial(make_batch, seed=1, rows=2), "a video": partial(make_video_batch, seed=2)}
+    for name, make in others.items():
+        with contextlib.suppress(NoInput):
+            batches[name] = make(model)
     return batches
 
 
@@ -146,6 +146,9 @@ def _failure(error: RankFailed, size: int) -> tuple[str, str]:
     deliberate = path.startswith(_PACKAGE) and code.startswith("raise ") and "/testing/" not in path
     reason = re.sub(r"\s+", " ", messages[0].split(": ", 1)[-1] if deliberate else messages[0])[:900]
     if not deliberate:
+        path, line, _ = next(
+            (frame for frame in reversed(frames) if "/transformers/models/" in frame[0]), (path, line, "")
+        )
         return "wrong", f"the ranks crash: {reason} ({Path(path).name}:{line})"
     if len(error.failures) < size or len(messages) > 1:
         return "wrong", f"refused by ranks {sorted(error.failures)} of {size} alone: {reason}"

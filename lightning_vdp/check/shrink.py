@@ -183,7 +183,7 @@ def _shrink(
                 result[name] = _shrink_rope(value)
             elif name == "per_layer_config":
                 late.append(name)
-        elif value is None and name in ("image_token_id", "video_token_id", "image_token_index"):
+        elif value is None and name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index"):
             # left to the tokenizer
             result[full_name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
         elif isinstance(value, bool) or value is None:
@@ -215,7 +215,8 @@ def _shrink(
         elif name in _DEPTHS:
             result[full_name] = len(chosen) if name == depth_name else 2
         elif name in _INNER:
-            result[full_name] = [48 for _ in value] if isinstance(value, Sequence) else 48
+            each = isinstance(value, Sequence) and len(value) == config.get(depth_name or "")
+            result[full_name] = 48 if isinstance(value, int) else [48 for _ in (chosen if each else value)]
         elif name in _JOINED and isinstance(value, int):
             result[full_name] = TEXT_HIDDEN
         elif name in _WIDTHS and isinstance(value, int):
@@ -223,7 +224,7 @@ def _shrink(
         elif name == "image_size":
             result[full_name] = [32, 32] if isinstance(value, Sequence) else 32
         elif name == "patch_size":
-            result[full_name] = [8, 8] if isinstance(value, Sequence) else 8
+            result[full_name] = 8 if isinstance(value, int) else [8, 8] if len(value) == 2 else value
         elif name == "first_k_dense_replace":
             result[full_name] = min(value, 1)
         elif name in ("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"):

@@ -12,8 +12,20 @@ __all__ = ["PromoteFloat32"]
 
 # take no tensors of several types: what is left in float32 is promoted with the rest
 _ONE_DTYPE = frozenset(
-    {F.grid_sample, F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
+    {
+        F.grid_sample,
+        F.linear,
+        torch.matmul,
+        torch.bmm,
+        Tensor.matmul,
+        Tensor.bmm,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.__setitem__,
+    }
 )
+# make tensors out of nothing; where float64 is the default, float32 is asked for by name only
+_FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace})
 
 
 class PromoteFloat32(TorchFunctionMode):
@@ -32,6 +44,8 @@ class PromoteFloat32(TorchFunctionMode):
                 value.double() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
                 for value in args
             )
+        if func in _FACTORIES and torch.get_default_dtype() is torch.float64 and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
