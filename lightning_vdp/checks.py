@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vdp.call import host_copy, known_host_copy
-from lightning_vdp.models import Facts, Family, Modality
+from lightning_vdp.models import Family, Modality
 
 __all__ = ["count_placeholders", "describe_bad_input", "grids_of"]
 
@@ -71,7 +71,7 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
             (
                 problem
                 for modality in family.modalities
-                if (problem := _describe_modality(arguments, modality, config, family.facts)) is not None
+                if (problem := _describe_modality(arguments, modality, config, family)) is not None
             ),
             None,
         )
@@ -147,7 +147,8 @@ def _describe_packing(arguments: Mapping[str, Any]) -> str | None:
     )
 
 
-def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any, facts: Facts) -> str | None:
+def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config: Any, family: Family) -> str | None:
+    facts = family.facts
     pixels = arguments.get(modality.pixels)
     if pixels is None:
         return None
@@ -157,7 +158,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
         return None if pixels.shape[: facts.unit_dims].numel() else nothing
     if arguments.get(modality.grid) is None:
         return f"`{modality.pixels}` came without `{modality.grid}`; pass what the processor returned"
-    known = {modality.grid, *modality.arguments}
+    known = {modality.grid, *modality.arguments, *family.arguments}
     foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name not in known]
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
@@ -172,7 +173,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
                 f"be positive multiples of {merge}; resize it with the model's processor"
             )
     patches = sum(time * height * width for time, height, width in grids)
-    if pixels.shape[0] != patches:
+    if facts.pixels_dim == 0 and pixels.shape[0] != patches:
         return (
             f"`{modality.pixels}` has {pixels.shape[0]} patches, but `{modality.grid}` describes {patches}; pass both from "
             "one call of the processor"

@@ -1,6 +1,7 @@
 """Where a model keeps its tower, decoder and head. Facts about families are data here, not branches elsewhere."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +43,7 @@ class Modality:
             or without time, ``[units, 2]``; None where each row of the pixels is a unit.
         features: Method of the base model that runs the tower and the projector.
         arguments: All arguments of that method.
+        placeholder: Whose token id in the config marks the places of its features.
     """
 
     name: str
@@ -49,11 +51,18 @@ class Modality:
     grid: str | None
     features: str
     arguments: tuple[str, ...] = ()
+    placeholder: str = ""
 
     def token(self, config: Any) -> int | None:
         """The id of the placeholder token; None where there is none."""
-        names = [f"{self.name}_token_id", f"{self.name}_token_index", f"{self.name}_patch_id"]
-        for name in [*names, "image_token_id", "image_token_index"]:
+        kind = self.placeholder or self.name
+        for name in (
+            f"{kind}_token_id",
+            f"{kind}_token_index",
+            f"{kind}_patch_id",
+            "image_token_id",
+            "image_token_index",
+        ):
             value = getattr(config, name, None)
             if isinstance(value, int):
                 return value
@@ -72,6 +81,8 @@ class Facts:
             units runs one like the smallest of others.
         tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
         ragged: Arguments of the features method whose rows belong to units by the counts in another argument.
+        pixels_dim: Dimension of the pixels along which packed patches lie.
+        video_placeholder: Whose token id marks the places of videos' features.
         unit_dims: Leading dimensions of the pixels that count units.
         listed: Whether the output tells the rows of each unit; else units stay in order.
         routed: Whether placeholders may be restricted to those of a shard; else all features are gathered.
@@ -82,11 +93,15 @@ class Facts:
     tiny_unit: bool = False
     tower_mlp_matrices: int = 2
     ragged: Mapping[str, str] = field(default_factory=dict)
+    pixels_dim: int = 0
+    video_placeholder: str = "video"
     unit_dims: int = 1
     listed: bool = True
     routed: bool = True
 
 
+_GLM = Facts(video_placeholder="image")
+_STRIP = Facts(pixels_dim=-1)
 _TILES = Facts(ragged={"pixel_values_local": "num_local_patches"})
 _NESTED = Facts(unit_dims=2, listed=False)
 _PACKED = Facts(merged_rows=True, splits_frames=True, tiny_unit=True)
@@ -97,6 +112,13 @@ FACTS: Mapping[str, Facts] = {
     "qwen3_vl_moe": _PACKED,
     "qwen3_5": _PACKED,
     "qwen3_5_moe": _PACKED,
+    "glm4v": _GLM,
+    "glm46v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm_ocr": _GLM,
+    "minicpm_ocr": _STRIP,
+    "minicpmv4_6": _STRIP,
+    "minicpmv4_7": _STRIP,
     "deepseek_ocr2": _TILES,
     "step3p7": _TILES,
     "unlimited_ocr": _TILES,
@@ -152,23 +174,27 @@ class Family:
         facts: What had to be said about the type.
         tower: Child of the base model that encodes patches; None in language models and where there is no tower.
         needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
+        arguments: Of the base model's forward.
     """
 
     modalities: tuple[Modality, ...] = ()
     facts: Facts = Facts()
     tower: str | None = None
     needs_token_types: bool = False
+    arguments: frozenset[str] = frozenset()
 
 
 LANGUAGE_MODEL = Family()
 """Every causal language model that keeps its layers where transformers' conventions say."""
 
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
+_GRID = re.compile("grid_t?hw$|^target_sizes")
 _FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 
 
 def family_of(base: PreTrainedModel) -> Family:
     """Reads off a base model how it is divided: transformers names methods and their arguments alike in all models."""
+    facts = FACTS.get(base.config.model_type, Facts())
     modalities = []
     for name, method in _FEATURES.items():
         if callable(getattr(base, method, None)):
@@ -176,9 +202,9 @@ def family_of(base: PreTrainedModel) -> Family:
             names = tuple(
                 name for name, value in parameters.items() if name != "self" and value.kind is not value.VAR_KEYWORD
             )
-            grid = next((argument for argument in names if argument.endswith(("grid_thw", "grid_hw"))), None)
-            modalities.append(Modality(name, names[0], grid, method, names))
-    facts = FACTS.get(base.config.model_type, Facts())
+            grid = next((argument for argument in names if _GRID.search(argument)), None)
+            placeholder = facts.video_placeholder if name == "video" else name
+            modalities.append(Modality(name, names[0], grid, method, names, placeholder))
     tokens = [modality.token(base.config) for modality in modalities]
     routable = hasattr(base, "get_placeholder_mask") and None not in tokens
     positions = getattr(type(base), "get_rope_index", None)
@@ -187,6 +213,7 @@ def family_of(base: PreTrainedModel) -> Family:
         facts=replace(facts, routed=facts.routed and routable),
         tower=next((name for name in _TOWERS if _child(base, name) is not None), None),
         needs_token_types=positions is not None and "mm_token_type_ids" in inspect.signature(positions).parameters,
+        arguments=frozenset(inspect.signature(type(base).forward).parameters),
     )
 
 

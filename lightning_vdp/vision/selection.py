@@ -30,8 +30,11 @@ def select_units(
         facts: Facts about the model type.
     """
     selected, count = dict(arguments), len(plan.sizes)
-    pixels = _flat(arguments[modality.pixels], facts)
-    selected[modality.pixels] = _unflat(_pick(pixels, units, plan.sizes), facts)
+    pixels = _flat(arguments[modality.pixels], facts).movedim(facts.pixels_dim, 0)
+    # pixels of a patch, where they lie along the same dimension
+    length = pixels.shape[0] // sum(plan.sizes)
+    chosen = _pick(pixels, units, [size * length for size in plan.sizes]).movedim(0, facts.pixels_dim)
+    selected[modality.pixels] = _unflat(chosen, facts)
     if modality.grid is not None:
         selected[modality.grid] = _pick(_frames(arguments[modality.grid], plan), units)
         if plan.frames:
