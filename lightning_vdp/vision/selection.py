@@ -99,7 +99,7 @@ def describe_unit(arguments: Mapping[str, Any], modality: Modality) -> list[int]
 
 
 def build_unit(flat: Sequence[int], modality: Modality, device: torch.device) -> dict[str, Tensor]:
-    """Undoes `describe_unit`: pixels are zeros, masks are ones.
+    """Undoes `describe_unit`: pixels and masks are ones.
 
     Args:
         flat: The description.
@@ -111,11 +111,10 @@ def build_unit(flat: Sequence[int], modality: Modality, device: torch.device) ->
         dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
         shape = [next(numbers) for _ in range(dimensions)]
         count = torch.Size(shape).numel()
-        if dtype.is_floating_point:
-            value = torch.zeros(shape, dtype=dtype, device=device)
-        elif count <= _FEW:
+        if not dtype.is_floating_point and count <= _FEW:
             value = torch.tensor([next(numbers) for _ in range(count)], dtype=dtype).view(shape).to(device)
         else:
+            # no zeros: some models drop images of nothing as padding
             value = torch.ones(shape, dtype=dtype, device=device)
         unit[modality.arguments[place]] = value
     return unit

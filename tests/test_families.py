@@ -1,0 +1,158 @@
+"""Families whose rows of features are measured, and decoders of many kinds under them: exact, with tower and decoder divided."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
+from lightning_vdp.check.build import tiny_config, tiny_model
+from lightning_vdp.check.inputs import make_batch
+from lightning_vdp.models import REFUSED, Modality, find_models
+from lightning_vdp.testing import (
+    Batches,
+    ParityModule,
+    PromoteFloat32,
+    RankFailed,
+    assert_parity,
+    quiet_trainer,
+    run_ranks,
+)
+from lightning_vdp.vision.load import VisionLoad
+from lightning_vdp.vision.selection import build_unit, describe_unit
+
+Batch = dict[str, Any]
+
+
+def make_module(family: str, checkpointing: bool = False) -> ParityModule:
+    model = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return ParityModule(model.train())
+
+
+def images(family: str, count: int = 2, rows: int = 1) -> list[Batch]:
+    model = make_module(family).model.eval()
+    with PromoteFloat32():
+        return [make_batch(model, seed=seed, rows=rows) for seed in range(count)]
+
+
+def words(batch: Batch) -> Batch:
+    """The same ids as words alone."""
+    kept = {name: batch[name] for name in ("attention_mask", "input_ids")}
+    special = kept["input_ids"] >= 100
+    kept["input_ids"] = kept["input_ids"].masked_fill(special, 7)
+    kept["labels"] = kept["input_ids"].masked_fill(kept["attention_mask"] == 0, -100)
+    if "token_type_ids" in batch:
+        kept["token_type_ids"] = torch.zeros_like(kept["input_ids"])
+    return kept
+
+
+ROWS: dict[str, tuple[str, int, bool, int]] = {
+    "bidirectional spans of images, checkpointed": ("gemma3", 2, True, 2),
+    "bidirectional spans of images, three ranks": ("gemma3", 3, False, 1),
+    "bidirectional spans of images, four ranks": ("gemma3", 4, False, 1),
+    "a bidirectional prefix": ("paligemma", 2, False, 2),
+    "images of many sizes, checkpointed": ("mistral3", 2, True, 1),
+    "images of many sizes, three ranks": ("mistral3", 3, False, 1),
+    "images of many sizes, four ranks": ("mistral3", 4, True, 1),
+    "tiles in rows": ("llava_next", 2, False, 2),
+    "linear attention, three ranks, checkpointed": ("qwen3_5", 3, True, 1),
+    "images of one row": ("idefics3", 2, False, 1),
+    "tiles by counts": ("step3p7", 2, False, 1),
+    "an indexer and hyper connections, checkpointed": ("glm5_next", 2, True, 1),
+    "hidden states by position and by layer": ("gemma4", 2, False, 1),
+    "temperature and an indexer": ("mistral_large4", 2, True, 1),
+    "state spaces and experts": ("nemotron_h_omni", 2, False, 1),
+    "a decoder that merges features itself": ("chameleon", 2, False, 1),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_family(row: str) -> None:
+    family, size, checkpointing, rows = ROWS[row]
+    module = partial(make_module, family, checkpointing)
+    assert_parity(module, images(family, rows=rows), world_size=size, sequence_parallel_size=size)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "idefics3", "chameleon"])
+def test_words_on_one_replica_beside_images_on_the_other(family: str) -> None:
+    # the replica without images runs one like the smallest of the other's
+    alternating = [words(batch) if index % 2 else batch for index, batch in enumerate(images(family, 4))]
+    assert_parity(partial(make_module, family), alternating, world_size=4, sequence_parallel_size=2)
+
+
+def _fit_and_watch(family: str, batch: Batch, size: int) -> list[tuple[int, tuple[int, ...], int]]:
+    seen: list[tuple[int, tuple[int, ...], int]] = []
+
+    class Watching(ParityModule):
+        def on_fit_start(self) -> None:
+            def observe(load: VisionLoad) -> None:
+                seen.append((load.units, load.loads, load.bytes_received))
+
+            self.trainer.strategy.mesh.vision_observers.append(observe)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            outputs = self.model(**batch)
+            assert outputs.logits.shape[1] == outputs.sequence_shard.size
+            return outputs.loss
+
+    with PromoteFloat32():
+        quiet_trainer(
+            devices=size,
+            strategy=UlyssesVisionDPStrategy(sequence_parallel_size=size, verify_first_batch=False),
+            plugins=[UlyssesVisionDPPrecision("64-true")],
+        ).fit(Watching(make_module(family).model), Batches([batch]))
+    return seen
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "idefics3", "step3p7"])
+def test_every_rank_encodes_its_share(family: str) -> None:
+    results = run_ranks(_fit_and_watch, 2, family, images(family, 1)[0], 2)
+    assert [units for ((units, _, _),) in results] in ([2, 1], [1, 2])
+    assert all(received > 0 for ((_, _, received),) in results)
+
+
+def test_features_that_do_not_match_placeholders_are_refused_alike() -> None:
+    batch = images("gemma3", 1)[0]
+    token = make_module("gemma3").model.config.image_token_id
+    batch["input_ids"][0, 0] = token
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_fit_and_watch, 2, "gemma3", batch, 2)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "placeholder tokens, but its images or videos yield" in caught.value.failures[0]
+
+
+def test_batch_normalization_over_images_is_refused_alike() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_fit_and_watch, 2, "emu3", images("emu3", 1)[0], 2)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "normalizes over all images of a batch" in caught.value.failures[0]
+
+
+@pytest.mark.parametrize("family", ["mllama", "florence2", "inkling2", "molmo2"])
+def test_types_that_need_a_judgement_are_refused_by_name(family: str) -> None:
+    model = torch.nn.Module()
+    model.inner = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
+    with pytest.raises(ValueError, match=f"model_type '{family}'\\) cannot be divided: ") as caught:
+        find_models(model)
+    assert REFUSED[family] in str(caught.value)
+
+
+def test_a_described_unit_is_rebuilt() -> None:
+    modality = Modality("image", "pixels", "grid", "features", ("pixels", "grid", "mode", "mask"))
+    unit = {
+        "pixels": torch.randn(6, 4, dtype=torch.float16),
+        "grid": torch.tensor([[1, 2, 3]]),
+        "mode": "full",
+        "mask": torch.zeros(1, 40, dtype=torch.bool),
+    }
+    rebuilt = build_unit(describe_unit(unit, modality), modality, torch.device("cpu"))
+    assert set(rebuilt) == {"pixels", "grid", "mask"}
+    assert torch.equal(rebuilt["grid"], unit["grid"])
+    assert rebuilt["pixels"].dtype == torch.float16
+    assert rebuilt["pixels"].shape == (6, 4)
+    assert rebuilt["pixels"].all()
+    assert rebuilt["mask"].all()
