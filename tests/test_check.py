@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlavaConfig, PreTrainedModel
 
 from lightning_vdp import cli
 from lightning_vdp.check.build import MODEL_TYPES, tiny_config, tiny_model
 from lightning_vdp.check.inputs import vision_base
 from lightning_vdp.check.model import TOLERANCE, _failure
+from lightning_vdp.check.pages import models_page
 from lightning_vdp.check.rows import Divided, Row, read_rows, write_rows
 from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
@@ -275,3 +277,38 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_exit_status_of_exact_models() -> None:
     program = [sys.executable, "-m", "lightning_vdp.cli", "check", "llava"]
     assert subprocess.run(program, capture_output=True, check=False).returncode == 0
+
+
+def test_page_of_models() -> None:
+    divided = Divided([[3, 2]], [[2, 1]])
+    rows = [
+        Row("b", 2, "exact", "", 1e-16, 3e-15, "p", divided, ["a video"], [6, 5], 10),
+        Row("b", 4, "exact", "", 1e-16, 4e-15, "p", divided),
+        Row("a", 2, "refused", "its `decoder` is *odd*"),
+        Row("c", 2, "exact", "", 1e-16, 1e-15, "p", divided),
+        Row("c", 4, "wrong", "loss off"),
+    ]
+    page = models_page(rows)
+    assert "1 **exact**" in page
+    assert "1 **refused**" in page
+    assert "1 **wrong**" in page
+    assert (
+        "   * - ``b``\n     - exact (3e-15)\n     - exact (4e-15)\n     - tower, decoder\n     - 60%\n     - a video\n"
+        in page
+    )
+    assert "its ``decoder`` is \\*odd\\*" in page
+    assert page.index("``b``") < page.index("Others") < page.index("``a``") < page.index("loss off")
+
+
+def test_written_page_is_that_of_its_rows() -> None:
+    """The page in the docs is generated, and no figure on it is typed."""
+    folder = Path(__file__).parent.parent / "docs"
+    page = (folder / "models.rst").read_text()
+    assert page == models_page(read_rows(folder / "models.json"))
+
+
+def test_checked_types_are_those_of_the_page() -> None:
+    rows = read_rows(Path(__file__).parent.parent / "docs" / "models.json")
+    if {row.transformers for row in rows} == {transformers.__version__}:
+        assert {row.model_type for row in rows} == set(MODEL_TYPES)
+    assert not [row.model_type for row in rows if row.status in ("wrong", "hung")]
