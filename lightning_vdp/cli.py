@@ -66,9 +66,13 @@ def predict(arguments: Sequence[str]) -> None:
 def check(arguments: Sequence[str]) -> int:
     """Prove on the CPU that models train to the same numbers divided as in one process."""
     # only here, since it imports what training does not need
-    from lightning_vdp.check.command import run_check
+    from lightning_vdp.check.command import parse_check, run_check
 
-    return run_check(arguments)
+    try:
+        options = parse_check(arguments)
+    except (ValueError, ImportError) as error:
+        raise CommandError(_one_line(str(error)), f"{PROGRAM} check --help lists every option", status=2) from error
+    return run_check(options)
 
 
 SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {

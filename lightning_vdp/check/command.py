@@ -4,7 +4,9 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +19,7 @@ from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
 from lightning_vdp.check.walk import LIMIT_S, walk
 
-__all__ = ["run_check"]
+__all__ = ["Options", "parse_check", "run_check"]
 
 _COLOURS = {"exact": "green", "undivided": "yellow", "refused": "cyan", "unbuildable": "dim"}
 
@@ -32,8 +34,13 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightning-vdp check",
         description="Proves on this machine's CPU that a model trains to the same numbers divided as in one process: it is "
         "made small, and its loss and every gradient are compared in float64.",
@@ -95,34 +102,62 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def run_check(arguments: Sequence[str]) -> int:
-    """Runs the subcommand.
+@dataclass(frozen=True)
+class Options:
+    """What a command line asks for.
 
     Args:
-        arguments: The command line after ``check``.
+        targets: The models.
+        sizes: Ranks of the sequence group.
+        json: File for the rows.
+        jobs: Checks that run at once; None: as many as `walk` thinks fit.
+        timeout: Seconds for one model and size.
+        sabotage: Name of an adjoint to spoil.
+    """
 
-    Returns:
-        0 if all models asked for are exact and divided, else 1.
+    targets: tuple[Target, ...]
+    sizes: tuple[int, ...]
+    json: Path | None
+    jobs: int | None
+    timeout: float
+    sabotage: str | None
+
+
+def parse_check(arguments: Sequence[str]) -> Options:
+    """Reads the command line after ``check``.
 
     Raises:
         ValueError: If nothing is asked for, or something unknown.
+        ImportError: If the module of a factory cannot be imported.
     """
     options = _parser().parse_args(list(arguments))
-    names = [*options.models, *(MODEL_TYPES if options.all else ())]
+    names = dict.fromkeys([*options.models, *(MODEL_TYPES if options.all else ())])
     if not names:
-        raise ValueError("Name a model to check, or ask for --all.")
+        raise ValueError("there is nothing to check: name a model, or ask for --all")
+    targets = tuple(find_target(name) for name in names)
+    return Options(targets, tuple(options.sizes), options.json, options.jobs, options.timeout, options.sabotage)
+
+
+def run_check(options: Options) -> int:
+    """Checks, prints a table, and writes the rows.
+
+    Args:
+        options: What to check.
+
+    Returns:
+        0 if all models asked for are exact and divided, else 1.
+    """
     transformers_logging.set_verbosity_error()
-    targets: list[Target] = [find_target(name) for name in dict.fromkeys(names)]
     console = Console(width=None if sys.stdout.isatty() else 220)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # no thread that refreshes the bar: the checks are forked from this process
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("checking", total=len(targets) * len(options.sizes))
+        task = progress.add_task("checking", total=len(options.targets) * len(options.sizes))
 
         def show(row: Row) -> None:
             progress.update(task, advance=1, description=f"{row.model_type}: {row.status}", refresh=True)
 
-        rows = walk(targets, options.sizes, show, options.jobs, options.sabotage, options.timeout)
+        rows = walk(options.targets, options.sizes, show, options.jobs, options.sabotage, options.timeout)
     console.print(_table(rows))
     counts = Counter(row.status for row in rows)
     console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))

@@ -87,7 +87,7 @@ def _draw(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _projections(base: Any) -> Iterator[nn.Module]:
+def _projections(base: Any) -> Iterator[Any]:
     """For each child but the decoder, the first layer that could take patches."""
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
     for _, child in base.named_children():

@@ -74,7 +74,7 @@ def _plain_problem(model: PreTrainedModel, batches: dict[str, Batch]) -> str | N
             if not isinstance(losses[0], torch.Tensor):
                 raise NoInput(f"{type(model).__name__} returns no loss for labels")
             losses[0].backward()
-            if float(losses[0]) != float(losses[1]):
+            if not torch.equal(losses[0].detach(), losses[1].detach()):
                 raise NoInput(f"{type(model).__name__} gives another loss each time")
         except Exception as error:
             if name == first:
@@ -85,13 +85,14 @@ def _plain_problem(model: PreTrainedModel, batches: dict[str, Batch]) -> str | N
     return None
 
 
-def check_model(name: str, make_model: ModelFactory, size: int) -> Row:
+def check_model(name: str, make_model: ModelFactory, size: int, on_fit: Callable[[], None] = lambda: None) -> Row:
     """Checks one model at one size.
 
     Args:
         name: What the row calls it.
         make_model: Builds the same small model in float64 each time.
         size: Ranks of the sequence group.
+        on_fit: Is called when one process has run the model and ranks begin to.
     """
     start = time.monotonic()
     row = partial(Row, name, size)
@@ -120,6 +121,7 @@ def check_model(name: str, make_model: ModelFactory, size: int) -> Row:
     if problem is not None:
         return ended("unbuildable", problem)
     kinds = list(batches)
+    on_fit()
     try:
         report = measure_parity(
             lambda: ProbeModule(make_model()).train(),

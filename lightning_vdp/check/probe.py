@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.testing.parity import ParityModule
@@ -71,6 +72,10 @@ class ProbeModule(ParityModule):
         self.notes.lengths.append(None if shard is None else shard.size)
         loss: Tensor = outputs.loss
         return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        """SGD without momentum, which would move what a step does not use where FSDP gives it zeros for no gradient."""
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
     def _parameter_storages(self) -> set[int]:
         """Where parameters are now: FSDP gathers them into tensors of its own."""

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import __version__ as transformers_version
+
 __all__ = ["STATUSES", "Divided", "Row", "Status", "read_rows", "write_rows"]
 
 Status = Literal["exact", "undivided", "refused", "wrong", "hung", "unbuildable"]
@@ -55,6 +57,7 @@ class Row:
         saved_bytes: Bytes that the first forward kept for backward, without parameters, in each rank.
         saved_bytes_alone: The same in one process.
         seconds: What the row took.
+        transformers: Its version.
     """
 
     model_type: str
@@ -69,6 +72,7 @@ class Row:
     saved_bytes: list[int] = field(default_factory=list)
     saved_bytes_alone: int = 0
     seconds: float = 0.0
+    transformers: str = transformers_version
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON has it."""
@@ -89,8 +93,8 @@ class Row:
 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:
-    """Writes rows as a JSON list."""
-    path.write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n")
+    """Writes rows as a JSON list, a row to a line."""
+    path.write_text("[\n" + ",\n".join(json.dumps(row.to_dict()) for row in rows) + "\n]\n")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -11,20 +11,57 @@ _TEXT_HEADS, _VISION_HEADS = 4, 2
 
 # width-like fields: equal values stay equal, wherever they stand, since modules are joined by them
 _WIDTHS = frozenset(
-    "hidden_size embed_dim d_model n_embd out_hidden_size projector_hidden_size text_hidden_size "
-    "encoder_hidden_size projection_dim vision_hidden_size projection_hidden_size adapter_in_dim adapter_out_dim "
-    "projector_input_dim projector_output_dim vision_output_dim word_embed_proj_dim image_text_hidden_size "
-    "patch_embed_hidden_size output_dim codebook_dim adapter_input_size".split()
+    [
+        "hidden_size",
+        "embed_dim",
+        "d_model",
+        "n_embd",
+        "out_hidden_size",
+        "projector_hidden_size",
+        "text_hidden_size",
+        "encoder_hidden_size",
+        "projection_dim",
+        "vision_hidden_size",
+        "projection_hidden_size",
+        "adapter_in_dim",
+        "adapter_out_dim",
+        "projector_input_dim",
+        "projector_output_dim",
+        "vision_output_dim",
+        "word_embed_proj_dim",
+        "image_text_hidden_size",
+        "patch_embed_hidden_size",
+        "output_dim",
+        "codebook_dim",
+        "adapter_input_size",
+    ]
 )
 _INNER = frozenset(
-    "intermediate_size ffn_dim mlp_dim moe_intermediate_size shared_expert_intermediate_size encoder_ffn_dim "
-    "decoder_ffn_dim intermediate_size_mlp dense_intermediate_size shared_intermediate_size "
-    "alignment_intermediate_size projection_intermediate_size projection_hidden_dim share_expert_dim "
-    "moe_shared_expert_intermediate_size shared_experts_intermediate_size moe_hidden_size d_ff "
-    "decoder_intermediate_size ple_embed_dim".split()
+    [
+        "intermediate_size",
+        "ffn_dim",
+        "mlp_dim",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "intermediate_size_mlp",
+        "dense_intermediate_size",
+        "shared_intermediate_size",
+        "alignment_intermediate_size",
+        "projection_intermediate_size",
+        "projection_hidden_dim",
+        "share_expert_dim",
+        "moe_shared_expert_intermediate_size",
+        "shared_experts_intermediate_size",
+        "moe_hidden_size",
+        "d_ff",
+        "decoder_intermediate_size",
+        "ple_embed_dim",
+    ]
 )
 # widths that features must have to be merged into embeddings
-_JOINED = frozenset("out_hidden_size text_hidden_size image_text_hidden_size adapter_out_dim".split())
+_JOINED = frozenset(["out_hidden_size", "text_hidden_size", "image_text_hidden_size", "adapter_out_dim"])
 # fields with one good small value, whatever they were
 _FIXED: Mapping[str, Any] = {
     "max_position_embeddings": 512,
@@ -79,11 +116,19 @@ _FIXED: Mapping[str, Any] = {
     "projection_dim": 32,
     "num_nextn_predict_layers": 0,
 }
-_EXPERTS = frozenset("num_experts n_routed_experts num_local_experts moe_num_experts".split())
+_EXPERTS = frozenset(["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"])
 # lists with a value for each layer
 _PER_LAYER = frozenset(
-    "layer_types mlp_layer_types no_rope_layers indexer_types layer_rope_theta activation_sparsity_pattern "
-    "layers_block_type mtp_layers_block_type".split()
+    [
+        "layer_types",
+        "mlp_layer_types",
+        "no_rope_layers",
+        "indexer_types",
+        "layer_rope_theta",
+        "activation_sparsity_pattern",
+        "layers_block_type",
+        "mtp_layers_block_type",
+    ]
 )
 # chance would differ between runs
 _RANDOM = ("dropout", "dropout_prob", "layerdrop", "drop_path_rate", "jitter_noise", "dropout_rate", "_drop")
@@ -239,9 +284,7 @@ def _shrink(
             unit = min(min(sides) for sides in value)
             small = [[side * 32 // unit for side in sides] for sides in value]
             result[full_name] = [sides for sides in small if max(sides) <= 64]
-        elif name == "rope_scaling_layers":
-            result[full_name] = list(range(len(chosen)))
-        elif name == "kv_source_layers":
+        elif name == "rope_scaling_layers" or name == "kv_source_layers":
             result[full_name] = list(range(len(chosen)))
     for name in late:
         result[name] = _layer_configs(config, result, config[name], chosen)

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lightning_vdp.check.model import check_model
-from lightning_vdp.check.rows import Row
+from lightning_vdp.check.rows import Row, Status
 from lightning_vdp.check.sabotage import sabotage
 from lightning_vdp.check.targets import Target
 
@@ -45,10 +46,11 @@ def _run(target: Target, size: int, path: Path, spoiled: str | None) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if spoiled is not None:
         sabotage(spoiled)
-    row = check_model(target.name, target.make_model, size)
+    row = check_model(target.name, target.make_model, size, path.with_suffix(".fitting").touch)
     path.with_suffix(".part").write_text(json.dumps(row.to_dict()))
     path.with_suffix(".part").rename(path)
 
@@ -63,14 +65,18 @@ def _end(process: BaseProcess) -> None:
 def _result(running: _Running, limit_s: float) -> Row | None:
     """The row of a check that ended or ran out of time, None while it runs."""
     seconds = time.monotonic() - running.started
+    fitting = running.path.with_suffix(".fitting").exists()
     if running.process.is_alive():
         if seconds < limit_s:
             return None
-        return Row(running.target.name, running.size, "hung", f"still ran after {limit_s:.0f} s", seconds=seconds)
+        status: Status = "hung" if fitting else "unbuildable"
+        reason = f"still ran after {limit_s:.0f} s" + ("" if fitting else ", in one process")
+        return Row(running.target.name, running.size, status, reason, seconds=seconds)
     if running.path.exists():
         return Row.from_dict(json.loads(running.path.read_text()))
-    code = running.process.exitcode
-    return Row(running.target.name, running.size, "wrong", f"its process died with exit code {code}", seconds=seconds)
+    status = "wrong" if fitting else "unbuildable"
+    reason = f"its process died with exit code {running.process.exitcode}"
+    return Row(running.target.name, running.size, status, reason, seconds=seconds)
 
 
 def walk(

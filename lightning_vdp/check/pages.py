@@ -1,0 +1,124 @@
+"""The page of checked models, written from the rows of a check. Pure."""
+
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
+
+from lightning_vdp.check.rows import STATUSES, Row
+
+__all__ = ["models_page"]
+
+_MEANING = {
+    "exact": "the loss and every gradient equal those of one process to rounding (float64, relative error at most 1e-9)",
+    "undivided": "exact, but each rank does the whole work of the tower or the decoder",
+    "refused": "the strategy says before the first step why it cannot divide the model",
+    "wrong": "other numbers than in one process",
+    "hung": "the ranks wait for each other",
+    "unbuildable": "there is no small model or input for it here, or it crashes in one process already",
+}
+
+
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
+    for row in (header, *rows):
+        lines += [f"   {'* -' if column == 0 else '  -'} {cell}".rstrip() for column, cell in enumerate(row)]
+    return [*lines, ""]
+
+
+def _paragraph(text: str) -> list[str]:
+    return wrap(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _divided(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return ", ".join(name for name in ("tower", "decoder") if getattr(row.divided, name))
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.status != "exact" or row.gradient_error is None or row.loss_error is None:
+        return row.status
+    return f"exact ({max(row.gradient_error, row.loss_error):.0e})"
+
+
+def _literal(text: str) -> str:
+    # reasons quote code in backticks, which mean roles in this format
+    return text.replace("`", "``").replace("*", "\\*").replace("|", "\\|")
+
+
+def _saved(row: Row) -> str:
+    if not row.saved_bytes or not row.saved_bytes_alone:
+        return ""
+    return f"{max(row.saved_bytes) / row.saved_bytes_alone:.0%}"
+
+
+def models_page(rows: Iterable[Row]) -> str:
+    """Writes the page in reStructuredText.
+
+    Args:
+        rows: Of one or several sizes.
+    """
+    by_type: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_type.setdefault(row.model_type, {})[row.size] = row
+    sizes = sorted({size for of_type in by_type.values() for size in of_type})
+    first = {name: of_type[min(of_type)] for name, of_type in sorted(by_type.items())}
+    worst = {
+        name: max((row.status for row in of_type.values()), key=STATUSES.index) for name, of_type in by_type.items()
+    }
+    versions = sorted({row.transformers for of_type in by_type.values() for row in of_type.values()})
+    counts = {status: sum(value == status for value in worst.values()) for status in STATUSES}
+    lines = [
+        "Checked models",
+        "==============",
+        "",
+        ".. written by docs/write_models.py from the rows of lightning-vdp check; do not edit",
+        "",
+        *_paragraph(
+            f"The {len(by_type)} model types that transformers {' or '.join(versions)} maps to image-text-to-text, each made "
+            "small and trained for a step on each kind of batch that it takes, in one process and in simulated ranks:"
+        ),
+        "",
+        *(f"- {counts[status]} **{status}**: {_MEANING[status]}" for status in STATUSES if counts[status]),
+        "",
+        "``lightning-vdp check MODEL`` checks a model on your machine.",
+        "",
+        "Exact",
+        "-----",
+        "",
+        *_paragraph(
+            "The largest error of a gradient or the loss stands in brackets. *Saved* is what the forward of a rank keeps for "
+            f"backward, relative to one process, on a short sequence with {sizes[0]} ranks."
+        ),
+        "",
+    ]
+    exact = [name for name in first if worst[name] in ("exact", "undivided")]
+    lines += _table(
+        [
+            (
+                f"``{name}``",
+                *(_cell(by_type[name].get(size)) for size in sizes),
+                _divided(first[name]),
+                _saved(first[name]),
+                "; ".join(first[name].batches) + (f". {_literal(first[name].reason)}" if first[name].reason else ""),
+            )
+            for name in exact
+        ],
+        ("type", *(f"S = {size}" for size in sizes), "divided", "saved", "batches"),
+    )
+    others = [name for name in first if name not in exact]
+    if others:
+        lines += ["Others", "------", ""]
+        lines += _table(
+            [
+                (
+                    f"``{name}``",
+                    worst[name],
+                    _literal(next(row.reason for row in by_type[name].values() if row.status == worst[name])),
+                )
+                for name in others
+            ],
+            ("type", "status", "reason"),
+        )
+    return "\n".join(lines).rstrip() + "\n"
