@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
+from lightning_vdp.testing.measure import SavedBytes
 from lightning_vdp.testing.parity import ParityModule
 from lightning_vdp.vision.load import VisionLoad
 
@@ -54,20 +54,15 @@ class ProbeModule(ParityModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """The loss of one batch."""
         self.notes.units.append({})
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._parameter_storages():
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
         if batch_idx:
             outputs = self.model(**batch)
         else:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            root = self.trainer.strategy.model
+            assert root is not None
+            saved = SavedBytes(root)
+            with saved:
                 outputs = self.model(**batch)
-            self.notes.saved_bytes = sum(kept.values())
+            self.notes.saved_bytes = saved.total
         shard = getattr(outputs, "sequence_shard", None)
         self.notes.lengths.append(None if shard is None else shard.size)
         loss: Tensor = outputs.loss
@@ -76,15 +71,3 @@ class ProbeModule(ParityModule):
     def configure_optimizers(self) -> Optimizer:
         """SGD without momentum, which would move what a step does not use where FSDP gives it zeros for no gradient."""
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
-
-    def _parameter_storages(self) -> set[int]:
-        """Where parameters are now: FSDP gathers them into tensors of its own."""
-        root = self.trainer.strategy.model
-        assert root is not None
-        found = {parameter.untyped_storage().data_ptr() for parameter in root.parameters()}
-        for wrapper in FullyShardedDataParallel.fsdp_modules(root):
-            flat = getattr(wrapper, "_flat_param", None)
-            gathered = getattr(flat, "_full_param_padded", None)
-            if gathered is not None:
-                found.add(gathered.untyped_storage().data_ptr())
-        return found

@@ -1,12 +1,14 @@
-"""Counting what collectives move, at the collective itself."""
+"""Counting what collectives move, at the collective itself, and what a forward keeps for backward."""
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ByteCounter"]
+__all__ = ["ByteCounter", "SavedBytes"]
 
 
 class ByteCounter(TorchDispatchMode):
@@ -33,3 +35,36 @@ class ByteCounter(TorchDispatchMode):
             output, own, *_ = args
             self.received.append((output.numel() - own.numel()) * output.element_size())
         return func(*args, **(kwargs or {}))
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within it, counts the bytes that forwards keep for backward: each storage once and whole, parameters left out.
+
+    Args:
+        module: Whose parameters are left out; FSDP may have divided it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: dict[int, int] = {}
+        super().__init__(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters():
+            self._kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def _parameters(self) -> set[int]:
+        """Where parameters are now: FSDP gathers them into tensors of its own."""
+        found = {parameter.untyped_storage().data_ptr() for parameter in self._module.parameters()}
+        for wrapper in FullyShardedDataParallel.fsdp_modules(self._module):
+            gathered = getattr(getattr(wrapper, "_flat_param", None), "_full_param_padded", None)
+            if gathered is not None:
+                found.add(gathered.untyped_storage().data_ptr())
+        return found
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(self._kept.values())
