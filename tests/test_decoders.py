@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from lightning_vdp.testing import ParityModule, assert_parity
+from lightning_vdp.call import Settings
+from lightning_vdp.divide import divide_models
+from lightning_vdp.mesh import SequenceMesh
+from lightning_vdp.models import find_models
+from lightning_vdp.sequence.shards import gather_sequence
+from lightning_vdp.testing import ParityModule, assert_parity, run_ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -201,3 +207,27 @@ def test_parity_of_the_auxiliary_loss(masked: bool) -> None:
     if not masked:
         batches = [{name: value for name, value in batch.items() if name != "attention_mask"} for batch in batches]
     assert_parity(_router_losses, batches)
+
+
+def _flex_logits(size: int, divided: bool) -> Tensor:
+    dist.init_process_group("gloo")
+    model = make_language_model("mistral, sliding windows").model.eval()
+    model.set_attn_implementation("flex_attention")
+    batch = {name: value for name, value in text_batch(0).items() if name != "labels"}
+    settings = Settings(verify_first_batch=False)
+    division = divide_models(find_models(model), SequenceMesh("cpu", 1, size), settings) if divided else None
+    with torch.no_grad():
+        outputs = model(**batch)
+    if division is None:
+        return outputs.logits
+    division.undo()
+    return gather_sequence(outputs.logits, outputs.sequence_shard)
+
+
+@pytest.mark.slow
+def test_flex_attention_yields_the_same() -> None:
+    """Forward alone: on the CPU flex attention has no backward, and is compiled for minutes."""
+    (alone,) = run_ranks(_flex_logits, 1, 1, False, timeout=400)
+    counted = text_batch(0)["attention_mask"].bool()
+    for divided in run_ranks(_flex_logits, 2, 2, True, timeout=400):
+        torch.testing.assert_close(divided[counted], alone[counted], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Families whose rows of features are measured, and decoders of many kinds under them: exact, with tower and decoder divided."""
+"""Families by convention: exact, with tower and decoder divided, and rows of features measured."""
 
 from functools import partial
 from typing import Any

@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "eight heads, two kv heads, four ranks": ("qwen2_5_vl", 4, {"heads": 8, "key_value_heads": 2}),
     "four heads, two kv heads, three ranks": ("qwen3_vl", 3, {}),
     "four heads, four kv heads, three ranks, eager": ("qwen2_5_vl", 3, {"key_value_heads": 4, "attention": "eager"}),
+    "experts, three ranks": ("qwen3_vl_moe", 3, {}),
     "eight heads, one kv head, three ranks": ("qwen2_vl", 3, {"heads": 8, "key_value_heads": 1}),
     "sliding windows": (
         "qwen2_5_vl",
