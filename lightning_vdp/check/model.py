@@ -24,7 +24,7 @@ from lightning_vdp.testing.processes import RankFailed, RanksTimedOut
 __all__ = ["TOLERANCE", "check_model", "make_batches"]
 
 TOLERANCE = 1e-9
-_FIT_SECONDS = 60.0
+_FIT_SECONDS = 90.0
 _PACKAGE = str(Path(lightning_vdp.__file__).parent)
 
 ModelFactory = Callable[[], PreTrainedModel]
