@@ -171,7 +171,7 @@ def test_rows_survive_json(tmp_path: Path) -> None:
     write_rows([row], path)
     assert read_rows(path) == [row]
     (values,) = json.loads(path.read_text())
-    names = "model_type size status reason loss_error gradient_error parameter divided".split()
+    names = ["model_type", "size", "status", "reason", "loss_error", "gradient_error", "parameter", "divided"]
     assert set(names) <= values.keys()
     assert values["divided"]["tower"] is values["divided"]["decoder"] is True
 

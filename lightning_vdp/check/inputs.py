@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -305,6 +306,14 @@ def _videos(base: Any, names: list[str], seed: int) -> Iterator[Arguments]:
         # some towers pair frames
         for frames in (3, 4):
             yield from _packed(base, names, seed, [[frames, 2 * merge, 3 * merge]])
+    if "target_sizes_videos" in names:
+        patch, sides = _patch(base), torch.tensor([[4, 4], [4, 8], [8, 4]])
+        strip = _draw((1, 3, patch, patch * int(sides.prod(-1).sum())), seed)
+        yield {names[0]: strip, "target_sizes_videos": sides}
+    if "video_position_ids" in names:
+        for arguments in _positioned(base, seed):
+            pixels, places = arguments.values()
+            yield {names[0]: pixels, "video_position_ids": places, "num_frames_per_video": torch.tensor([len(pixels)])}
     size, time = _image(base), int(_field((_vision_config(base), base.config), "video_temporal_patch_size") or 1)
     for frames in (3, 8):
         yield {names[0]: _draw((1, frames, 3 * time, size, size), seed)}
@@ -413,21 +422,25 @@ def make_video_batch(model: nn.Module, seed: int = 0, text: int = 7) -> dict[str
     pixels = _describe_video(base, seed)
     frames = next((int(value[0, 0]) for name, value in pixels.arguments.items() if "grid_thw" in name), 1)
     rows = sum(pixels.rows)
+    first, last = (getattr(base.config, f"video_{side}_token_id", None) for side in ("start", "end"))
     problem = "its config names no video token"
-    for runs in ([rows], [rows // frames] * frames):
-        # some have one token for images and videos
-        for token in dict.fromkeys(_token(base.config, kind) for kind in ("video", "image")):
-            if token is None:
-                continue
-            draw = torch.Generator().manual_seed(seed)
-            ids, mask = _padded([_sequence(base.config, runs, token, draw, text)])
-            batch = _batch(model, ids, mask, token, 2, dict(pixels.arguments))
-            try:
-                with torch.no_grad():
-                    model(**batch)
-                return batch
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+    # some have one token for images and videos, which others tell apart by what stands around all frames
+    tokens = dict.fromkeys(_token(base.config, kind) for kind in ("video", "image"))
+    for runs, token, around in product(([rows], [rows // frames] * frames), tokens, (False, True)):
+        if token is None:
+            continue
+        draw = torch.Generator().manual_seed(seed)
+        sequence = _sequence(base.config, runs, token, draw, text)
+        if around and first and last:
+            sequence = [first, *sequence, last]
+        ids, mask = _padded([sequence])
+        batch = _batch(model, ids, mask, token, 2, dict(pixels.arguments))
+        try:
+            with torch.no_grad():
+                model(**batch)
+            return batch
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
     raise NoInput(f"no videos fit: {problem}")
 
 

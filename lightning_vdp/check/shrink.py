@@ -130,6 +130,8 @@ _PER_LAYER = frozenset(
         "mtp_layers_block_type",
     ]
 )
+# lists of those layers that have something
+_LAYER_INDEXES = frozenset(["mlp_only_layers", "moe_layers", "full_attn_idxs", "rope_scaling_layers"])
 # chance would differ between runs
 _RANDOM = ("dropout", "dropout_prob", "layerdrop", "drop_path_rate", "jitter_noise", "dropout_rate", "_drop")
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "decoder_layers")
@@ -142,9 +144,13 @@ def _text(config: Mapping[str, Any]) -> bool:
 def _chosen_layers(config: Mapping[str, Any], depth: int) -> list[int]:
     """Layers that show each kind there is, at least two and at most four."""
     lists = [config[name] for name in sorted(_PER_LAYER & config.keys()) if isinstance(config[name], Sequence)]
+    shared = config.get("num_kv_shared_layers") or 0
+    sources = config.get("kv_source_layers") or range(depth)
     kinds: dict[tuple[Any, ...], int] = {}
     for layer in range(depth):
-        kind = tuple(values[layer] for values in lists if len(values) == depth)
+        kind: tuple[Any, ...] = tuple(values[layer] for values in lists if len(values) == depth)
+        # the last layers may take keys and values from earlier ones of their kind, so that both must be there
+        kind += (layer >= depth - shared, sources[layer] == layer)
         kinds.setdefault(kind, layer)
     chosen = sorted(kinds.values())[:4]
     for layer in range(depth):
@@ -284,8 +290,14 @@ def _shrink(
             unit = min(min(sides) for sides in value)
             small = [[side * 32 // unit for side in sides] for sides in value]
             result[full_name] = [sides for sides in small if max(sides) <= 64]
-        elif name == "rope_scaling_layers" or name == "kv_source_layers":
-            result[full_name] = list(range(len(chosen)))
+        elif name in _LAYER_INDEXES:
+            result[full_name] = [chosen.index(layer) for layer in value if layer in chosen]
+        elif name == "kv_source_layers":
+            result[full_name] = [
+                chosen.index(value[layer]) if value[layer] in chosen else place for place, layer in enumerate(chosen)
+            ]
+        elif name == "num_kv_shared_layers" and depth_name:
+            result[full_name] = sum(layer >= config[depth_name] - value for layer in chosen)
     for name in late:
         result[name] = _layer_configs(config, result, config[name], chosen)
     return result

@@ -24,7 +24,7 @@ from lightning_vdp.check.targets import Target
 
 __all__ = ["LIMIT_S", "walk"]
 
-LIMIT_S = 150.0
+LIMIT_S = 240.0
 """Seconds that one model may take at one size."""
 
 

@@ -28,6 +28,13 @@ _ONE_DTYPE = frozenset(
 _FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace})
 
 
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether a cast to float32 would lose what the run keeps: of float64, and of integers that it computes with."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.dtype is torch.float64
+    return torch.get_default_dtype() is torch.float64
+
+
 class PromoteFloat32(TorchFunctionMode):
     """Within it, casting a float64 tensor to float32 leaves it in float64.
 
@@ -46,9 +53,9 @@ class PromoteFloat32(TorchFunctionMode):
             )
         if func in _FACTORIES and torch.get_default_dtype() is torch.float64 and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+        if args and isinstance(args[0], Tensor) and _is_exact(args[0]):
             if func is torch.Tensor.float:
-                return args[0]
+                return args[0].double()
             if func in (torch.Tensor.to, torch.Tensor.type):
                 args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             if kwargs.get("dtype") is torch.float32:
