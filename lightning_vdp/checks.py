@@ -285,7 +285,7 @@ def _describe_rows(ids: Any, modality: Modality, config: Any, features: list[int
     """Looks for a row of the batch that holds a part of an image."""
     if not isinstance(ids, Tensor) or ids.shape[0] == 1:
         return None
-    counts = (host_copy(ids) == modality.token(config)).sum(1).tolist()
+    counts = torch.eq(host_copy(ids), modality.token(config)).sum(1).tolist()
     ends = {0, *itertools.accumulate(features)}
     for row, end in enumerate(itertools.accumulate(counts)):
         if end not in ends:

@@ -380,7 +380,8 @@ def _enter_base(
     arguments = signature.bind_partial(base, *args, **kwargs).arguments
     ids = arguments.get("input_ids")
     carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in call.present}
-    whole = call.whole or "mm_encoder_outputs" in arguments or not call.family.facts.routed
+    given = arguments.get("mm_encoder_outputs") is not None
+    whole = call.whole or given or not call.family.facts.routed
     call.routed = ids is not None and _routes_features(call.settings) and not whole
     call.ids = ids
     if ids is not None and call.routed:
