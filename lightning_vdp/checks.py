@@ -227,7 +227,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
     grid = arguments[modality.grid]
-    if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] != 3:
+    if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] not in (2, 3):
         return (
             f"`{modality.grid}` has shape {list(grid.shape)} and dtype {grid.dtype}, but must hold whole numbers (time, "
             f"height, width) for each {modality.name}; pass what the processor returned"
@@ -267,11 +267,8 @@ def _describe_absent(arguments: Mapping[str, Any], modality: Modality, config: A
     if host is None or arguments.get("mm_encoder_outputs") is not None:
         return None
     present = [other for other in family.modalities if arguments.get(other.pixels) is not None]
-    try:
-        if any(other.token(config) == modality.token(config) for other in present):
-            # some models mark images and videos alike
-            return None
-    except AttributeError:
+    if any(other.token(config) == modality.token(config) for other in present):
+        # some models mark images and videos alike
         return None
     tokens = count_placeholders(host, modality, config)
     if not tokens:
@@ -283,9 +280,10 @@ def _describe_absent(arguments: Mapping[str, Any], modality: Modality, config: A
 
 def _describe_rows(ids: Any, modality: Modality, config: Any, features: list[int]) -> str | None:
     """Looks for a row of the batch that holds a part of an image."""
-    if not isinstance(ids, Tensor) or ids.shape[0] == 1:
+    token = modality.token(config)
+    if token is None or not isinstance(ids, Tensor) or ids.shape[0] == 1:
         return None
-    counts = torch.eq(host_copy(ids), modality.token(config)).sum(1).tolist()
+    counts = host_copy(ids).eq(token).sum(1).tolist()
     ends = {0, *itertools.accumulate(features)}
     for row, end in enumerate(itertools.accumulate(counts)):
         if end not in ends:
@@ -310,7 +308,8 @@ def _describe_positions(arguments: Mapping[str, Any], family: Family, config: An
     if not family.needs_token_types or known_ids is None or known_types is None:
         return None
     for modality in family.modalities:
-        if ((known_types == 0) & (known_ids == modality.token(config))).any():
+        token = modality.token(config)
+        if token is not None and known_types.eq(0).logical_and(known_ids.eq(token)).any():
             return (
                 f"`mm_token_type_ids` takes {modality.name} tokens for text, which makes positions wrong; pass what the "
                 "processor returned"
