@@ -29,6 +29,8 @@ _LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|
 _TICK_S = (0.05, 1.0)
 # how long a rank that fails stays for the others to take note: with it the store may end
 _GRACE_S = 3.0
+# how long ranks wait for each other's answers, at least
+_ANSWER_S = 0.5
 
 
 class StepError(RuntimeError):
@@ -241,7 +243,7 @@ class Watch:
         self._reported_at = self.moved_at
         mine = self._describe()
         self._store.set(f"{number}/{self.rank}", json.dumps(mine))
-        self._stopped.wait(2.5 * self._tick_s)
+        self._stopped.wait(max(2.5 * self._tick_s, _ANSWER_S))
         others = {rank: self._read(f"{number}/{rank}") for rank in range(self.world_size) if rank != self.rank}
         missing = [self._behind(rank, state, mine) for rank, state in others.items()]
         named = "; ".join(text for text in missing if text) or "none is behind"
