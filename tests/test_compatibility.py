@@ -94,11 +94,6 @@ MOVED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
         ("get_image_features",),
         f"Qwen3VLModel of transformers {transformers.__version__} has no `get_image_features`, where lightning_vdp enters",
     ),
-    "placeholders": (
-        _without_model_method,
-        ("get_placeholder_mask",),
-        f"of transformers {transformers.__version__} has no `get_placeholder_mask`",
-    ),
     "the attention registry": (
         _without_lookup,
         (),
