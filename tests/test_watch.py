@@ -273,9 +273,9 @@ def test_each_rank_says_where_it_is_when_one_waits(place: str) -> None:
         assert "Peers missing: rank 1 (training step 1, phase training_step, " in waiting
 
 
-def test_nothing_is_said_of_ranks_in_time_or_when_switched_off() -> None:
-    assert run_ranks(_late, 2, "layer", 30) == [[], []]
-    assert run_ranks(_late, 2, "layer", None) == [[], []]
+@pytest.mark.parametrize("hang_warning_s", [30, pytest.param(None, marks=pytest.mark.slow)])
+def test_nothing_is_said_of_ranks_in_time_or_when_switched_off(hang_warning_s: float | None) -> None:
+    assert run_ranks(_late, 2, "layer", hang_warning_s) == [[], []]
 
 
 def _frozen() -> list[str]:
