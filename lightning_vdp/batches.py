@@ -17,6 +17,7 @@ __all__ = ["describe_other_batches", "digest_batch", "suspect_loader"]
 # digested from a host copy, or from a sample of the values where they are many
 _WHOLE = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "mm_token_type_ids")
 _SAMPLED = ("inputs_embeds",)
+_MOST = 2**22
 
 _CAUSES = (
     "a sampler that shuffles without a seed that ranks share, a sampler made for another number of replicas, or an iterable "
@@ -53,7 +54,8 @@ def digest_batch(arguments: Mapping[str, Any], family: Family) -> list[int]:
         if not isinstance(value, Tensor):
             digests.append(0)
             continue
-        values = known_sample(value) if name in sampled else known_host_copy(value)
+        few = name not in sampled and value.numel() <= _MOST
+        values = known_host_copy(value) if few else known_sample(value)
         digests.append(0 if values is None else _digest(values, value.shape))
     return digests
 

@@ -320,6 +320,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         assert self.model is not None
         check_overrides(type(self))
         check_overrides(type(self.precision_plugin))
+        self.mesh.suspicion = 0
         divided = self.sequence_parallel_size > 1
         if self._settings.loss_tokens == "global" and not divided:
             raise ValueError(
