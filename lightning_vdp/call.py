@@ -1,7 +1,7 @@
 """What one forward needs to know about itself: it travels with the call's arguments and is stored nowhere else."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_vdp.header import PendingHeaders
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import Family, Modality
+from lightning_vdp.randomness import OwnRandomness
 from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
 from lightning_vdp.vision.load import LoadObservers
 from lightning_vdp.vision.routes import Routes
@@ -24,7 +25,10 @@ __all__ = [
     "host_copy",
     "host_tensors",
     "keep_host_copies",
+    "keep_samples",
     "known_host_copy",
+    "known_sample",
+    "sample",
     "with_call",
 ]
 
@@ -32,6 +36,8 @@ CALL = "vdp_call"
 """Keyword argument that carries a `ForwardCall`; None in forwards that are not divided."""
 
 _HOST_COPY = "_vdp_host_copy"
+_HOST_SAMPLE = "_vdp_host_sample"
+_SAMPLED_VALUES = 256
 _CALL = "_vdp_call"
 
 
@@ -46,6 +52,7 @@ class Settings:
     logits: Literal["shard", "whole"] = "shard"
     loss_tokens: Literal["replica", "global"] = "replica"
     verify_first_batch: bool = True
+    check_batches_every_n_steps: int = 50
 
 
 class ForwardCall:
@@ -81,6 +88,7 @@ class ForwardCall:
         "mesh",
         "observers",
         "plans",
+        "randomness",
         "routed",
         "routes",
         "settings",
@@ -104,13 +112,14 @@ class ForwardCall:
         self.mesh = mesh
         self.settings = settings
         self.family = family
-        self.shard = SequenceShard(length, mesh.sequence_group)
+        self.shard = SequenceShard(length, mesh.sequence_group, mesh.watch)
         self.plans = dict(plans)
         self.headers = headers
         self.device = device
         self.lockstep = lockstep
         self.observers = observers
         self.whole = whole
+        self.randomness = OwnRandomness("decoder", mesh.rank, device)
         self.ids: Tensor | None = None
         # whether features go to the ranks that hold their placeholders, rather than to all
         self.routed = False
@@ -165,26 +174,37 @@ def call_of(tensor: Any) -> ForwardCall | None:
     return call
 
 
-def host_tensors(batch: Any, names: frozenset[str]) -> Any:
+def sample(tensor: Tensor) -> Tensor:
+    """A few values of a tensor on the host, evenly spread; a copy."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].clone()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def host_tensors(batch: Any, names: frozenset[str], take: Callable[[Tensor], Tensor] = _as_it_is) -> Any:
     """Collects the host tensors of a batch before it moves to a device, in the batch's own structure.
 
     Args:
         batch: Mappings, lists and tuples of tensors; processors' outputs, which move in place, among them.
         names: Keys of the mappings whose tensors are collected.
+        take: What is collected of a tensor.
     """
     if isinstance(batch, Mapping):
         return {
-            name: value
+            name: take(value)
             if name in names and isinstance(value, Tensor) and value.device.type == "cpu"
-            else host_tensors(value, names)
+            else host_tensors(value, names, take)
             for name, value in batch.items()
         }
     if isinstance(batch, (list, tuple)):
-        return [host_tensors(value, names) for value in batch]
+        return [host_tensors(value, names, take) for value in batch]
     return None
 
 
-def keep_host_copies(collected: Any, moved: Any) -> None:
+def keep_host_copies(collected: Any, moved: Any, attribute: str = _HOST_COPY) -> None:
     """Remembers, on tensors that were moved to a device, the host tensor each came from.
 
     Planning reads sizes from there without a device sync. A tensor that lost its host copy on the way, or was written
@@ -193,23 +213,40 @@ def keep_host_copies(collected: Any, moved: Any) -> None:
     Args:
         collected: What `host_tensors` returned before the move.
         moved: The batch after the move, of the same structure as far as it matters.
+        attribute: Where it is remembered.
     """
     if isinstance(collected, Tensor):
         if isinstance(moved, Tensor) and moved is not collected and not moved.is_inference():
-            setattr(moved, _HOST_COPY, (collected, moved._version))
+            setattr(moved, attribute, (collected, moved._version))
     elif isinstance(collected, Mapping) and isinstance(moved, Mapping):
         for name, value in collected.items():
-            keep_host_copies(value, moved.get(name))
+            keep_host_copies(value, moved.get(name), attribute)
     elif isinstance(collected, list) and isinstance(moved, (list, tuple)):
         for value, target in zip(collected, moved):
-            keep_host_copies(value, target)
+            keep_host_copies(value, target, attribute)
 
 
 def known_host_copy(tensor: Tensor) -> Tensor | None:
     """Returns the tensor on the host if it is there already, without a device sync."""
     if tensor.device.type == "cpu":
         return tensor
-    host, version = getattr(tensor, _HOST_COPY, (None, None))
+    return _remembered(tensor, _HOST_COPY)
+
+
+def keep_samples(samples: Any, moved: Any) -> None:
+    """Remembers what `host_tensors` took with `sample`, as `keep_host_copies` does with whole tensors."""
+    keep_host_copies(samples, moved, _HOST_SAMPLE)
+
+
+def known_sample(tensor: Tensor) -> Tensor | None:
+    """Returns a `sample` of the tensor if that takes no device sync."""
+    if tensor.device.type == "cpu":
+        return sample(tensor)
+    return _remembered(tensor, _HOST_SAMPLE)
+
+
+def _remembered(tensor: Tensor, attribute: str) -> Tensor | None:
+    host, version = getattr(tensor, attribute, (None, None))
     return host if host is not None and version == tensor._version else None
 
 

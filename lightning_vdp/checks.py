@@ -1,15 +1,18 @@
 """Checks of one forward's input, before its first collective of ours. They return a sentence or None and do not raise."""
 
+import itertools
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_vdp.call import host_copy, known_host_copy
 from lightning_vdp.models import Family, Modality
+from lightning_vdp.sequence.tokens import IGNORED
 
-__all__ = ["count_placeholders", "describe_bad_input", "grids_of"]
+__all__ = ["count_placeholders", "describe_bad_input", "describe_unreadable", "grids_of"]
 
 _WHOLE_ONLY = ("output_hidden_states", "output_attentions", "use_cache")
 _PER_POSITION = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
@@ -48,7 +51,12 @@ def describe_bad_input(
         return _describe(arguments, family, config, ranks) or (_describe_packing(arguments) if carries_state else None)
     except Exception as error:
         # no rank may raise alone: what a check cannot read is bad input too
-        return f"the input cannot be read ({type(error).__name__}: {error}); pass what the processor returned"
+        return describe_unreadable(error)
+
+
+def describe_unreadable(error: Exception) -> str:
+    """What to say of input on which a check itself failed."""
+    return f"the input cannot be read ({type(error).__name__}: {error}); pass what the processor returned"
 
 
 def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: int) -> str | None:
@@ -58,6 +66,8 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
     if not isinstance(sequence, Tensor):
         return "the forward got neither `input_ids` nor `inputs_embeds`; pass one of them"
     batch, length = sequence.shape[:2]
+    if not batch:
+        return "the batch has no rows; drop empty batches in the data loader"
     if length < ranks:
         return (
             f"the sequence has {length} positions, fewer than the {ranks} ranks of its group; pad the batch or lower "
@@ -65,6 +75,7 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
         )
     return (
         _describe_requests(arguments, config)
+        or _describe_types(arguments, config)
         or _describe_shapes(arguments, batch, length)
         or _describe_vocabulary(arguments, config)
         or next(
@@ -75,7 +86,7 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
             ),
             None,
         )
-        or _describe_positions(arguments, family)
+        or _describe_positions(arguments, family, config)
     )
 
 
@@ -96,6 +107,31 @@ def _describe_requests(arguments: Mapping[str, Any], config: Any) -> str | None:
     return None
 
 
+def _describe_types(arguments: Mapping[str, Any], config: Any) -> str | None:
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if ids is not None and embeddings is not None:
+        return "the forward got both `input_ids` and `inputs_embeds`; pass one of them"
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if isinstance(embeddings, Tensor) and width and (embeddings.dim() != 3 or embeddings.shape[-1] != width):
+        return f"`inputs_embeds` has shape {list(embeddings.shape)}, but must be [rows, positions, {width}]"
+    for name in ("input_ids", "labels", "shift_labels"):
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, Tensor):
+            return f"`{name}` is a {type(value).__name__}, but must be a tensor"
+        if (
+            isinstance(value, Tensor)
+            and value.dtype != torch.int64
+            and (name != "input_ids" or value.dtype != torch.int32)
+        ):
+            return f"`{name}` has dtype {value.dtype}, but must be torch.int64; convert it in the collate function"
+        if isinstance(value, Tensor) and value.dim() != 2:
+            return f"`{name}` has shape {list(value.shape)}, but must be [rows, positions]"
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() not in (2, 4):
+        return f"`attention_mask` has shape {list(mask.shape)}, but must be [rows, positions] or of four dimensions"
+    return None
+
+
 def _describe_shapes(arguments: Mapping[str, Any], batch: int, length: int) -> str | None:
     for name in _PER_POSITION:
         value = arguments.get(name)
@@ -105,8 +141,19 @@ def _describe_shapes(arguments: Mapping[str, Any], batch: int, length: int) -> s
                 "make them equal"
             )
     positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor) and positions.is_floating_point():
+        return f"`position_ids` has dtype {positions.dtype}, but must hold whole numbers"
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 4 and (mask.shape[-1] != length or mask.shape[0] not in (1, batch)):
+        return (
+            f"`attention_mask` has shape {list(mask.shape)}, but the sequence has {batch} rows of {length} positions; make it "
+            "[rows, heads or 1, positions, positions]"
+        )
     if isinstance(positions, Tensor) and (
-        positions.dim() not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch)
+        positions.dim() not in (2, 3)
+        or (positions.dim() == 3 and positions.shape[0] not in (3, 4))
+        or positions.shape[-1] != length
+        or positions.shape[-2] not in (1, batch)
     ):
         return (
             f"`position_ids` has shape {list(positions.shape)}, but the sequence has {batch} rows of {length} positions; make "
@@ -121,10 +168,18 @@ def _describe_vocabulary(arguments: Mapping[str, Any], config: Any) -> str | Non
         value = arguments.get(name)
         # not worth a device sync
         host = known_host_copy(value) if isinstance(value, Tensor) else None
-        if host is not None and host.numel() and int(host.max()) >= size:
+        if host is None or not host.numel():
+            continue
+        if int(host.max()) >= size:
             return (
                 f"`{name}` holds the id {int(host.max())}, but the vocabulary has {size}; use the model's own tokenizer"
             )
+        if name == "input_ids" and int(host.min()) < 0:
+            return f"`input_ids` holds the id {int(host.min())}, but ids start at 0; -100 belongs into labels alone"
+        ignored = int(arguments.get("ignore_index") or IGNORED)
+        wrong = host[(host < 0) & (host != ignored)]
+        if name != "input_ids" and wrong.numel():
+            return f"`{name}` holds the label {int(wrong[0])}, but must hold ids, or {ignored} where a position does not count"
     return None
 
 
@@ -151,9 +206,18 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     facts = family.facts
     pixels = arguments.get(modality.pixels)
     if pixels is None:
-        return None
+        return _describe_absent(arguments, modality, config, family)
+    if not isinstance(pixels, Tensor):
+        return (
+            f"`{modality.pixels}` is a {type(pixels).__name__}, but must be a tensor; pass what the processor returned"
+        )
+    if pixels.dtype in (torch.uint8, torch.int32, torch.int64):
+        return f"`{modality.pixels}` holds whole numbers, which nobody has normalized; pass what the processor returned"
     name = modality.name
     nothing = f"`{modality.pixels}` is there but holds no {name}; leave it out of batches without {name}s"
+    channels = getattr(config.vision_config, "num_channels", None) if facts.unit_dims == 1 else None
+    if modality.grid is None and channels and pixels.dim() == 4 and pixels.shape[1] != channels:
+        return f"`{modality.pixels}` has {pixels.shape[1]} channels, but the model takes {channels}; convert the images"
     if modality.grid is None:
         return None if pixels.shape[: facts.unit_dims].numel() else nothing
     if arguments.get(modality.grid) is None:
@@ -162,6 +226,12 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     foreign = [name for name in arguments if name.startswith(f"{modality.name}_") and name not in known]
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
+    grid = arguments[modality.grid]
+    if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] not in (2, 3):
+        return (
+            f"`{modality.grid}` has shape {list(grid.shape)} and dtype {grid.dtype}, but must hold whole numbers (time, "
+            f"height, width) for each {modality.name}; pass what the processor returned"
+        )
     grids = grids_of(arguments, modality)
     if not grids:
         return nothing
@@ -187,14 +257,61 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
             f"the batch has {tokens} {modality.name} tokens, but its {len(grids)} {modality.name}s yield "
             f"{patches // merge**2} features; check that truncation did not cut {modality.name} tokens off"
         )
+    return _describe_rows(ids, modality, config, [time * height * width // merge**2 for time, height, width in grids])
+
+
+def _describe_absent(arguments: Mapping[str, Any], modality: Modality, config: Any, family: Family) -> str | None:
+    """Placeholders whose pixels are missing, which the model would take for words."""
+    ids = arguments.get("input_ids")
+    host = known_host_copy(ids) if isinstance(ids, Tensor) else None
+    if host is None or arguments.get("mm_encoder_outputs") is not None:
+        return None
+    present = [other for other in family.modalities if arguments.get(other.pixels) is not None]
+    if any(other.token(config) == modality.token(config) for other in present):
+        # some models mark images and videos alike
+        return None
+    tokens = count_placeholders(host, modality, config)
+    if not tokens:
+        return None
+    return (
+        f"the batch has {tokens} {modality.name} tokens, but no `{modality.pixels}`; pass what the processor returned"
+    )
+
+
+def _describe_rows(ids: Any, modality: Modality, config: Any, features: list[int]) -> str | None:
+    """Looks for a row of the batch that holds a part of an image."""
+    token = modality.token(config)
+    if token is None or not isinstance(ids, Tensor) or ids.shape[0] == 1:
+        return None
+    counts = host_copy(ids).eq(token).sum(1).tolist()
+    ends = {0, *itertools.accumulate(features)}
+    for row, end in enumerate(itertools.accumulate(counts)):
+        if end not in ends:
+            return (
+                f"row {row} of the batch has {counts[row]} {modality.name} tokens, which no run of the batch's "
+                f"{modality.name}s yields ({', '.join(map(str, features[:8]))} features each): another row has those that are "
+                f"missing; check that truncation did not cut {modality.name} tokens off"
+            )
     return None
 
 
-def _describe_positions(arguments: Mapping[str, Any], family: Family) -> str | None:
+def _describe_positions(arguments: Mapping[str, Any], family: Family, config: Any) -> str | None:
     vision = any(arguments.get(modality.pixels) is not None for modality in family.modalities)
     known = arguments.get("mm_token_type_ids") is not None or arguments.get("position_ids") is not None
     if family.needs_token_types and vision and not known and arguments.get("input_ids") is not None:
         return (
             "`mm_token_type_ids` is missing, without which image positions are wrong; pass what the processor returned"
         )
+    types, ids = arguments.get("mm_token_type_ids"), arguments.get("input_ids")
+    known_ids = known_host_copy(ids) if isinstance(ids, Tensor) else None
+    known_types = known_host_copy(types) if isinstance(types, Tensor) else None
+    if not family.needs_token_types or known_ids is None or known_types is None:
+        return None
+    for modality in family.modalities:
+        token = modality.token(config)
+        if token is not None and known_types.eq(0).logical_and(known_ids.eq(token)).any():
+            return (
+                f"`mm_token_type_ids` takes {modality.name} tokens for text, which makes positions wrong; pass what the "
+                "processor returned"
+            )
     return None

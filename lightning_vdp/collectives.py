@@ -20,21 +20,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_vdp.watch import Mark, unmarked
+
 __all__ = ["all_gather", "all_reduce", "all_to_all", "attach"]
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup
+        ctx: Any, flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup, mark: Mark
     ) -> Tensor:
-        ctx.input_sizes, ctx.output_sizes, ctx.group = input_sizes, output_sizes, group
-        return _exchange(flat, input_sizes, output_sizes, group)
+        ctx.input_sizes, ctx.output_sizes, ctx.group, ctx.mark = input_sizes, output_sizes, group, mark
+        with mark("forward"):
+            return _exchange(flat, input_sizes, output_sizes, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.output_sizes, ctx.input_sizes, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.mark("backward"):
+            return _exchange(gradient, ctx.output_sizes, ctx.input_sizes, ctx.group), None, None, None, None
 
 
 def _exchange(flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -44,7 +48,11 @@ def _exchange(flat: Tensor, input_sizes: list[int], output_sizes: list[int], gro
 
 
 def all_to_all(
-    flat: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], group: dist.ProcessGroup
+    flat: Tensor,
+    input_sizes: Sequence[int],
+    output_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    mark: Mark = unmarked,
 ) -> Tensor:
     """Sends a run of elements to every rank of the group and receives one from each.
 
@@ -53,34 +61,37 @@ def all_to_all(
         input_sizes: Number of elements for each destination.
         output_sizes: Number of elements that each source sends to this rank.
         group: The ranks that take part.
+        mark: Says who watches.
 
     Returns:
         The received elements ordered by source, shape ``[sum(output_sizes)]``.
     """
-    return _AllToAll.apply(flat, list(input_sizes), list(output_sizes), group)
+    return _AllToAll.apply(flat, list(input_sizes), list(output_sizes), group, mark)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: dist.ProcessGroup, mark: Mark) -> Tensor:
+        ctx.sizes, ctx.group, ctx.mark = sizes, group, mark
         widest = max(sizes)
         gathered = rows.new_empty((len(sizes) * widest, *rows.shape[1:]))
-        dist.all_gather_single(gathered, _padded(rows, widest), group=group)
+        with mark("forward"):
+            dist.all_gather_single(gathered, _padded(rows, widest), group=group)
         if min(sizes) == widest:
             return gathered
         return torch.cat([part[:size] for part, size in zip(gathered.split(widest), sizes)])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sizes, group = ctx.sizes, ctx.group
         widest = max(sizes)
         if min(sizes) != widest:
             gradient = torch.cat([_padded(part, widest) for part in gradient.split(sizes)])
         reduced = gradient.new_empty((widest, *gradient.shape[1:]))
-        dist.reduce_scatter_single(reduced, gradient.contiguous(), group=group)
-        return reduced[: sizes[dist.get_rank(group)]], None, None
+        with ctx.mark("backward"):
+            dist.reduce_scatter_single(reduced, gradient.contiguous(), group=group)
+        return reduced[: sizes[dist.get_rank(group)]], None, None, None
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
@@ -91,13 +102,14 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return padded
 
 
-def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, mark: Mark = unmarked) -> Tensor:
     """Concatenates every rank's rows in rank order; sizes may differ, also be 0.
 
     Args:
         rows: This rank's rows, shape ``[sizes[rank], ...]``.
         sizes: Number of rows of each rank of the group.
         group: The ranks that take part.
+        mark: Says who watches.
 
     Returns:
         Shape ``[sum(sizes), ...]``, the same on every rank.
@@ -105,19 +117,21 @@ def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> 
     sizes = list(sizes)
     if max(sizes) == 0:
         return rows
-    return _AllGather.apply(rows, sizes, group)
+    return _AllGather.apply(rows, sizes, group, mark)
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(value, group)
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, mark: Mark) -> Tensor:
+        ctx.group, ctx.mark = group, mark
+        with mark("forward"):
+            return _summed(value, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.mark("backward"):
+            return _summed(gradient, ctx.group), None, None
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -127,9 +141,9 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-def all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce(value: Tensor, group: dist.ProcessGroup, mark: Mark = unmarked) -> Tensor:
     """Sums a tensor over the group; any shape, the same on every rank."""
-    return _AllReduce.apply(value, group)
+    return _AllReduce.apply(value, group, mark)
 
 
 class _Attach(torch.autograd.Function):

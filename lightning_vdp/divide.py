@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
+from lightning_vdp.batches import describe_other_batches, digest_batch
 from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_host_copy, with_call
-from lightning_vdp.checks import describe_bad_input
+from lightning_vdp.checks import describe_bad_input, describe_unreadable
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import SEQUENCE_DIM, DividedModel, Facts, Family, Modality, tower_of
 from lightning_vdp.sequence.attention import attention_dispatcher
-from lightning_vdp.sequence.decoder import check_decoder_outputs, shard_decoder_inputs, shard_layer_inputs
+from lightning_vdp.sequence.decoder import (
+    check_decoder_outputs,
+    leave_decoder,
+    shard_decoder_inputs,
+    shard_layer_inputs,
+)
 from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, gathered_mixer, token_mixers
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
@@ -62,7 +68,7 @@ class Division:
             attribute: Where the class looks for an override. Default: the name.
 
         Raises:
-            RuntimeError: If the class has no such method or somebody patched this instance already.
+            RuntimeError: If the class has no such method, does not look there, or somebody patched this instance already.
         """
         attribute = attribute or name
         if not hasattr(type(instance), name):
@@ -85,6 +91,12 @@ class Division:
 
         vars(instance)[attribute] = MethodType(standing_in, instance)
         self._undo.append(functools.partial(vars(instance).pop, attribute))
+        if getattr(getattr(instance, name), "__func__", None) is not standing_in:
+            raise RuntimeError(
+                f"`{name}` of {type(instance).__name__} in transformers {transformers_version} no longer looks at "
+                f"`{attribute}`, where lightning_vdp enters; install a version of transformers that this version of "
+                "lightning_vdp names."
+            )
 
     def dispatch_attention(self) -> None:
         """Makes attention calls that carry a `ForwardCall` pass through Ulysses."""
@@ -134,6 +146,12 @@ def _check_divisible(model: DividedModel, ranks: int) -> None:
         raise ValueError(
             f"`sequence_parallel_size` is {ranks}, but {type(model.base).__name__} at '{model.name}' has {heads} attention "
             f"heads, of which each rank needs one; sizes that work are 1 to {heads}."
+        )
+    takes = "pixel_values" in inspect.signature(type(model.base).forward).parameters
+    if takes and not any(modality.pixels == "pixel_values" for modality in model.family.modalities):
+        raise RuntimeError(
+            f"{type(model.base).__name__} of transformers {transformers_version} has no `get_image_features`, where "
+            "lightning_vdp enters; install a version of transformers that this version of lightning_vdp names."
         )
     if any(_is_reentrant(module) for module in model.base.modules()):
         raise ValueError(
@@ -185,6 +203,7 @@ def _divide_model(
     if model.family.modalities and model.family.facts.routed:
         division.method(model.base, "get_placeholder_mask", restricted_placeholders)
     division.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
+    division.hook(model.decoder.register_forward_hook, leave_decoder, always_call=True)
     for index, layer in enumerate(model.layers):
         cut_dim = None if index else SEQUENCE_DIM.get(model.decoder.config.model_type, 1)
         shard_inputs = functools.partial(shard_layer_inputs, cut_dim, inspect.signature(type(layer).forward))
@@ -212,12 +231,16 @@ def _begin_call(
     """Forward pre-hook of a model: starts a divided call, unless this forward is part of one or must stay whole."""
     if CALL in kwargs or not entry.mesh.is_open:
         return None
-    bound = signature.bind_partial(module, *args, **kwargs).arguments
-    arguments = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if name != "kwargs"}
-    del arguments["self"]
+    problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
+    arguments: dict[str, Any] = {}
+    try:
+        bound = signature.bind_partial(module, *args, **kwargs).arguments
+        arguments = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if name != "kwargs"}
+        del arguments["self"]
+    except TypeError as error:
+        problem = f"the forward cannot be called like this ({error}); pass what the processor returned, by name"
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
         return args, {**kwargs, CALL: None}
-    problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
     if any(norm.training for norm in entry.batch_norms):
         problem = (
             f"{type(module).__name__} normalizes over all images of a batch, which ranks that encode some of them cannot; put "
@@ -251,29 +274,27 @@ def _start_call(
     error = problem or describe_bad_input(arguments, family, config, ranks, entry.carries_state)
     header: dict[str, list[int]] = {}
     drafts: dict[str, UnitDraft] = {}
+    stage, step = mesh.watch.locate()
     if error is None:
-        sequence = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-        header = {"length": [sequence.shape[1]], "modalities": []}
-        for index, modality in enumerate(family.modalities):
-            if arguments.get(modality.pixels) is not None:
-                draft = drafts[modality.name] = list_units(modality, arguments, config, family.facts)
-                header["modalities"].append(index)
-                header[f"{modality.name}_units"] = list(draft.sizes)
-                if not family.facts.tiny_unit:
-                    header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, family.facts)
-        shifted = arguments.get("shift_labels")
-        labels = arguments.get("labels") if shifted is None else shifted
-        if isinstance(labels, Tensor) and arguments.get("labels") is not None:
-            # counting on a device costs a sync, which only the global weights are worth
-            host = host_copy(labels) if settings.loss_tokens == "global" else known_host_copy(labels)
-            ignored = arguments.get("ignore_index", IGNORED)
-            header["tokens"] = [] if host is None else [count_tokens(host, shifted is not None, ignored)]
-    headers = exchange_headers(mesh, header, error)
+        try:
+            header, drafts = _describe_batch(entry, config, arguments)
+            every = settings.check_batches_every_n_steps
+            if whole is None and every and step % every == 0:
+                header |= {"digest": digest_batch(arguments, family), "loader": [mesh.suspicion]}
+        except Exception as failure:
+            # no rank may raise alone
+            error = describe_unreadable(failure)
+    agree = functools.partial(
+        describe_other_batches, ranks=mesh.sequence_parallel_size, family=family, place=f"{stage} step {step}"
+    )
+    headers = exchange_headers(mesh, header, error, agree if whole is None else None)
     # a rank that met bad input must not be waited for in a collective that it never enters
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
     plans = {name: assign_units(draft, family.facts, config, settings, ranks) for name, draft in drafts.items()}
+    mesh.watch.plans = plans
+    sequence = _sequence(arguments)
     return ForwardCall(
         mesh,
         settings,
@@ -293,6 +314,35 @@ def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: Uni
     own = {name: value for name, value in arguments.items() if name in modality.arguments}
     smallest = min(range(len(draft.sizes)), key=draft.sizes.__getitem__)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
+
+
+def _sequence(arguments: dict[str, Any]) -> Tensor:
+    ids: Tensor | None = arguments.get("input_ids")
+    return arguments["inputs_embeds"] if ids is None else ids
+
+
+def _describe_batch(
+    entry: _Entry, config: Any, arguments: dict[str, Any]
+) -> tuple[dict[str, list[int]], dict[str, UnitDraft]]:
+    """What other ranks need to know of checked arguments, and the units in them."""
+    facts = entry.family.facts
+    drafts: dict[str, UnitDraft] = {}
+    header: dict[str, list[int]] = {"length": [_sequence(arguments).shape[1]], "modalities": []}
+    for index, modality in enumerate(entry.family.modalities):
+        if arguments.get(modality.pixels) is not None:
+            draft = drafts[modality.name] = list_units(modality, arguments, config, facts)
+            header["modalities"].append(index)
+            header[f"{modality.name}_units"] = list(draft.sizes)
+            if not facts.tiny_unit:
+                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
+    shifted = arguments.get("shift_labels")
+    labels = arguments.get("labels") if shifted is None else shifted
+    if isinstance(labels, Tensor) and arguments.get("labels") is not None:
+        # counting on a device costs a sync, which only the global weights are worth
+        host = host_copy(labels) if entry.settings.loss_tokens == "global" else known_host_copy(labels)
+        ignored = arguments.get("ignore_index", IGNORED)
+        header["tokens"] = [] if host is None else [count_tokens(host, shifted is not None, ignored)]
+    return header, drafts
 
 
 def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -330,7 +380,8 @@ def _enter_base(
     arguments = signature.bind_partial(base, *args, **kwargs).arguments
     ids = arguments.get("input_ids")
     carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in call.present}
-    whole = call.whole or "mm_encoder_outputs" in arguments or not call.family.facts.routed
+    given = arguments.get("mm_encoder_outputs") is not None
+    whole = call.whole or given or not call.family.facts.routed
     call.routed = ids is not None and _routes_features(call.settings) and not whole
     call.ids = ids
     if ids is not None and call.routed:

@@ -4,13 +4,14 @@ A header is a set of named fields, each a list of whole numbers. Ranks exchange 
 goes on, and read them where first needed. An error that one rank found travels the same way, so that all ranks raise it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_vdp.mesh import SequenceMesh
+from lightning_vdp.watch import StepError
 
 __all__ = ["FIELDS", "Header", "PendingHeaders", "StepError", "decode", "encode", "exchange_headers"]
 
@@ -27,13 +28,15 @@ FIELDS = (
     "placeholders",  # placeholder tokens that these rows fill
     "length",  # positions of the sequence
     "tokens",  # labels that count in the loss
+    "digest",  # of the batch's tensors, where ranks compare them
+    "loader",  # what is suspicious about the data loader
 )
 # one message of this many numbers holds most headers; longer ones take a second message
 _CAPACITY = 96
+# bytes of a reason, so that one message holds it
+_REASON = 1024
 
-
-class StepError(RuntimeError):
-    """One or more ranks cannot take this step, mostly for bad input; raised with the same text on every rank of the world."""
+Agree = Callable[[Sequence[Mapping[str, Sequence[int]]]], str | None]
 
 
 def encode(header: Header) -> list[int]:
@@ -66,8 +69,9 @@ def decode(flat: Sequence[int]) -> dict[str, list[int]]:
 class PendingHeaders:
     """Headers on their way; `wait` returns those of all ranks, as often as asked."""
 
-    def __init__(self, mesh: SequenceMesh, flat: list[int], reason: str | None) -> None:
-        self._mesh, self._flat, self._reason = mesh, flat, reason
+    def __init__(self, mesh: SequenceMesh, flat: list[int], reason: str | None, agree: Agree | None = None) -> None:
+        self._mesh, self._flat, self._reason, self._agree = mesh, flat, reason, agree
+        mesh.watch.headers += 1
         self._headers: list[dict[str, list[int]]] | None = None
         self._buffer, self._work = self._send(_CAPACITY)
 
@@ -82,26 +86,45 @@ class PendingHeaders:
         """Returns the headers of all ranks of the world, by rank.
 
         Raises:
-            StepError: If any rank's header carries an error; the same on every rank.
+            StepError: If any rank's header carries an error, or the headers do not agree; the same on every rank.
         """
         if self._headers is None:
-            self._work.wait()
-            rows = self._buffer.view(self._mesh.world_size, -1).tolist()
-            longest = max(row[0] for row in rows)
-            if longest > _CAPACITY:
-                self._buffer, self._work = self._send(longest)
-                self._work.wait()
-                rows = self._buffer.view(self._mesh.world_size, -1).tolist()
-            self._headers = [decode(row) for row in rows]
-            self._raise_agreed()
+            with self._mesh.watch.collective("header"):
+                self._headers = self._receive()
+                reasons = self._gather_reasons() if any(header["error"] for header in self._headers) else []
+            self._raise_agreed(reasons)
+            problem = None if self._agree is None else self._agree(self._headers)
+            if problem is not None:
+                raise StepError(f"Refused before the step: {problem}")
         return self._headers
 
-    def _raise_agreed(self) -> None:
-        assert self._headers is not None
-        if not any(header["error"] for header in self._headers):
+    def _receive(self) -> list[dict[str, list[int]]]:
+        self._work.wait()
+        rows = self._buffer.view(self._mesh.world_size, -1).tolist()
+        longest = max(row[0] for row in rows)
+        if longest > _CAPACITY:
+            self._buffer, self._work = self._send(longest)
+            self._work.wait()
+            rows = self._buffer.view(self._mesh.world_size, -1).tolist()
+        return [decode(row) for row in rows]
+
+    def _gather_reasons(self) -> list[str | None]:
+        """The reasons of all ranks, as text in numbers: nothing that is received is ever unpickled."""
+        mesh = self._mesh
+        text = ("" if self._reason is None else self._reason).encode()[:_REASON]
+        mine = torch.zeros(_REASON, dtype=torch.uint8)
+        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        mine = mine.to(mesh.header_device)
+        everyone = mine.new_empty(mesh.world_size * _REASON)
+        dist.all_gather_single(everyone, mine, group=mesh.header_group)
+        rows = everyone.view(mesh.world_size, -1).cpu().numpy()
+        # a cut may have gone through a character
+        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") or None for row in rows]
+
+    @staticmethod
+    def _raise_agreed(reasons: list[str | None]) -> None:
+        if not reasons:
             return
-        reasons: list[str | None] = [None] * self._mesh.world_size
-        dist.all_gather_object(reasons, self._reason, group=self._mesh.header_group)
         by_reason: dict[str, list[int]] = {}
         for rank, reason in enumerate(reasons):
             if reason is not None:
@@ -113,12 +136,15 @@ class PendingHeaders:
         raise StepError("Refused before the step: " + "; ".join(lines))
 
 
-def exchange_headers(mesh: SequenceMesh, header: Header, error: str | None = None) -> PendingHeaders:
+def exchange_headers(
+    mesh: SequenceMesh, header: Header, error: str | None = None, agree: Agree | None = None
+) -> PendingHeaders:
     """Starts to exchange this rank's header with the world; returns at once.
 
     Args:
         mesh: Whose side group carries the header.
         header: Values of some of `FIELDS`, other than "error".
         error: What this rank found to be wrong with its input, as one plain sentence.
+        agree: Looks at all headers, without an error among them, and says what does not fit together.
     """
-    return PendingHeaders(mesh, encode({**header, "error": [] if error is None else [1]}), error)
+    return PendingHeaders(mesh, encode({**header, "error": [] if error is None else [1]}), error, agree)

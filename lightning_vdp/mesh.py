@@ -1,7 +1,8 @@
 """The (data_parallel, sequence_parallel) mesh of ranks and its process groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_vdp.vision.load import LoadObservers
+from lightning_vdp.watch import Watch, run_store
 
 __all__ = ["SequenceMesh", "resolve_sizes"]
 
@@ -94,6 +96,8 @@ class _Groups(NamedTuple):
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], _Groups]] = WeakKeyDictionary()
+# watched runs of each world, which share its store
+_runs: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def _groups(device_type: str, data: int, sequence: int, timeout: timedelta | None) -> _Groups:
@@ -159,8 +163,11 @@ class SequenceMesh:
         timeout: timedelta | None = None,
     ) -> None:
         self.is_open = True
+        self.device_type = device_type
         # set where FSDP wraps what runs between the start of a forward and the tower
         self.headers_first = False
+        # what stands out about the data loaders of this run; see `suspect_loader`
+        self.suspicion = 0
         self.data_parallel_size = data_parallel_size
         self.sequence_parallel_size = sequence_parallel_size
         self.world_size = dist.get_world_size()
@@ -173,10 +180,22 @@ class SequenceMesh:
         self.data_parallel_group = groups.data
         self.header_group, self.header_device = groups.header, groups.header_device
         self.vision_observers = LoadObservers()
+        self.watch = Watch(self.rank, dist.get_process_group_ranks(self.sequence_group), self.world_size)
+
+    def start_watch(self, warn_after_s: float) -> None:
+        """Starts the watch over this rank, until `close`; every rank calls it.
+
+        Args:
+            warn_after_s: Seconds without progress inside a step after which every rank says where it is.
+        """
+        assert self.world is not None
+        store = run_store(next(_runs.setdefault(self.world, count())))
+        self.watch.start(store, warn_after_s, torch.device(self.device_type))
 
     def close(self) -> None:
-        """Makes every hook that refers to this mesh inert."""
+        """Makes every hook that refers to this mesh inert, and ends the watch."""
         self.is_open = False
+        self.watch.stop()
 
     def reopen(self) -> None:
         """Undoes `close`, for the same strategy in the same world."""

@@ -1,9 +1,11 @@
 """`UlyssesVisionDPStrategy`: what the Trainer calls. It orchestrates and computes nothing itself."""
 
+import logging
 import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -25,16 +27,22 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.call import Settings, host_tensors, keep_host_copies
+from lightning_vdp.batches import suspect_loader
+from lightning_vdp.call import Settings, host_tensors, keep_host_copies, keep_samples, sample
+from lightning_vdp.compatibility import check_overrides
 from lightning_vdp.divide import Division, divide_models
 from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
+from lightning_vdp.fsdp.safety import check_holds_data
 from lightning_vdp.fsdp.wrap import known_root, wrap, wraps_more_than_blocks
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
 from lightning_vdp.models import DividedModel, find_models, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
+from lightning_vdp.watch import StepError
 
 __all__ = ["UlyssesVisionDPStrategy"]
+
+log = logging.getLogger(__name__)
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 # what planning reads on the host
@@ -54,11 +62,27 @@ _HOST_COPIES = frozenset(
         "spatial_shapes",
     )
 )
+# what ranks of a group compare by a few values
+_HOST_SAMPLES = frozenset(("pixel_values", "pixel_values_videos"))
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
+
+
+def _check_number(name: str, value: Any, kind: Any, what: str, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        raise ValueError(f"`{name}` is {value!r}, but must be {what}.")
+
+
+def _locate(trainer: "pl.Trainer") -> tuple[str, int]:
+    """The stage, and which of its batches is at hand: in training since the start, elsewhere in this loop's run."""
+    stage = trainer.state.stage
+    if trainer.training:
+        return "training", max(trainer.fit_loop.epoch_loop.total_batch_idx, 0)
+    progress = getattr(trainer._active_loop, "batch_progress", None)
+    return ("forward" if stage is None else stage.value), max(progress.current.ready - 1, 0) if progress else 0
 
 
 class UlyssesVisionDPStrategy(FSDPStrategy):
@@ -86,6 +110,11 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             replicas of their token means, as DDP does; "global" weighs every token alike.
         verify_first_batch: Whether each model's first batch, cut to 2,048 tokens, is also run divided and whole without
             gradients, and refused if the two differ by more than rounding.
+        check_batches_every_n_steps: How often the ranks of a group compare what they read (ids, grids and a sample of the
+            pixels): in the first of so many batches; 0 never does. Lengths, image sizes and label counts are compared in
+            every batch.
+        hang_warning_s: Seconds without progress inside a step after which every rank logs where it is, in which step, and
+            which peers are behind. None switches that off, and with it that ranks which lost another one say why.
         shard_frozen_tower: Whether FSDP divides the weights of a vision tower without trainable parameters. False keeps
             a whole one on every rank, which then needs no collectives and no dummy images.
         fsdp_version: Version of torch's FSDP: 1.
@@ -111,6 +140,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         logits: Literal["shard", "whole"] = "shard",
         loss_tokens: Literal["replica", "global"] = "replica",
         verify_first_batch: bool = True,
+        check_batches_every_n_steps: int = 50,
+        hang_warning_s: float | None = 120.0,
         shard_frozen_tower: bool = True,
         fsdp_version: Literal[1] = 1,
         **kwargs: Any,
@@ -121,7 +152,13 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         _check_choice("logits", logits, ("shard", "whole"))
         _check_choice("loss_tokens", loss_tokens, ("replica", "global"))
         _check_choice("fsdp_version", fsdp_version, (1,))
+        _check_number(
+            "check_batches_every_n_steps", check_batches_every_n_steps, int, "a whole number, or 0 for never", 0
+        )
+        if hang_warning_s is not None:
+            _check_number("hang_warning_s", hang_warning_s, (int, float), "a number of seconds above 0, or None", 1e-3)
         super().__init__(**kwargs)
+        self._hang_warning_s = hang_warning_s
         self._requested_sizes = (sequence_parallel_size, data_parallel_size)
         self._settings = Settings(
             vision_data_parallel=vision_data_parallel,
@@ -131,6 +168,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             logits=logits,
             loss_tokens=loss_tokens,
             verify_first_batch=verify_first_batch,
+            check_batches_every_n_steps=check_batches_every_n_steps,
         )
         self._shard_frozen_tower = shard_frozen_tower
         self._whole_towers: list[nn.Module] = []
@@ -217,6 +255,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             del self.kwargs["device_mesh"]
             self._fsdp_mesh_sizes = replication
         super().setup_environment()
+        # who refuses something next must not leave while others still connect
+        self.barrier()
         self._setup_mesh()
         self._setup_fsdp_mesh()
         if self.lightning_module is not None:
@@ -272,11 +312,15 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         # Lightning seeds workers by rank, with which ranks of a group would draw different augmentations
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        self.mesh.suspicion = max(self.mesh.suspicion, suspect_loader(dataloader, self.data_parallel_size))
         return super().process_dataloader(dataloader)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.model is not None
+        check_overrides(type(self))
+        check_overrides(type(self.precision_plugin))
+        self.mesh.suspicion = 0
         divided = self.sequence_parallel_size > 1
         if self._settings.loss_tokens == "global" and not divided:
             raise ValueError(
@@ -294,6 +338,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         self._check_wrapped(models)
         if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
             self.precision_plugin.fsdp_root = self.model
+        if divided:
+            self.mesh.watch.locate = partial(_locate, trainer)
+            if self._hang_warning_s is not None:
+                self.mesh.start_watch(self._hang_warning_s)
         if trainer.state.fn == TrainerFn.FITTING and self.sequence_parallel_size > 1:
             world, replicas, size = self.world_size, self.data_parallel_size, self.sequence_parallel_size
             accumulate = trainer.accumulate_grad_batches
@@ -381,9 +429,51 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # collected before: processors' outputs move in place
         collected = None if self._on_cpu else host_tensors(batch, _HOST_COPIES)
+        samples = None if self._on_cpu else host_tensors(batch, _HOST_SAMPLES, sample)
         moved = super().batch_to_device(batch, device, dataloader_idx)
         keep_host_copies(collected, moved)
+        keep_samples(samples, moved)
         return moved
+
+    # ---- steps: what this rank does, and what to say if another one's failure ends it
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mesh.watch.step("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mesh.watch.step("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mesh.watch.step("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mesh.watch.step("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.mesh.watch.step("backward"):
+            return super().backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mesh.watch.step("optimizer_step"):
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._mesh is not None and isinstance(exception, Exception) and not isinstance(exception, StepError):
+            cause = self._mesh.watch.tell(exception)
+            if cause is not None:
+                log.error(cause)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -400,6 +490,12 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             return None
         assert self.model is not None
         return full_state_on_cpu(self.model)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is not False:
+            check_holds_data(Path(self.broadcast(checkpoint_path)))
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

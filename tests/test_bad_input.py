@@ -158,6 +158,13 @@ def _one_more_image_token(batch: Batch) -> None:
     batch["input_ids"][0, 0] = 120
 
 
+def _part_of_an_image(batch: Batch) -> None:
+    batch.update(tiny_batch(FAMILY, rows=[[(1, 4, 4)], [(1, 6, 8)]], text=9, dtype=torch.float32))
+    ids = batch["input_ids"]
+    ids[0, (ids[0] == 120).nonzero()[0]] = 5
+    ids[1, 0] = 120
+
+
 STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
     "more image tokens than features": (
         _one_more_image_token,
@@ -208,12 +215,12 @@ STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
     ),
     "a grid of two columns": (
         _set("image_grid_thw", lambda grid: grid[:, :2]),
-        "the input cannot be read (ValueError: not enough values to unpack",
+        "image 0 has a grid of 1 x 1 x 4 patches, but its height and width must be positive multiples of 2",
     ),
     "ids without a batch": (_set("input_ids", lambda ids: ids[0]), "the input cannot be read"),
     "pixels in a list": (
         _set("pixel_values", lambda pixels: pixels.tolist()),
-        "the input cannot be read (AttributeError: 'list' object has no attribute 'shape')",
+        "`pixel_values` is a list, but must be a tensor; pass what the processor returned",
     ),
     "pixels of no image": (
         lambda batch: batch.update(
@@ -226,21 +233,108 @@ STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
     "hidden states": (_add("output_hidden_states", True), "`output_hidden_states` is not available"),
     "attentions": (_add("output_attentions", True), "`output_attentions` is not available"),
     "logits to keep": (_add("logits_to_keep", 1), "`logits_to_keep` would pick positions of each rank's shard"),
+    "an image token without images": (
+        lambda batch: (batch.pop("pixel_values"), batch.pop("image_grid_thw")),
+        "the batch has 24 image tokens, but no `pixel_values`; pass what the processor returned",
+    ),
+    "a video token without videos": (
+        _set("input_ids", lambda ids: ids.where(ids != ids[0, 0], 121)),
+        " video tokens, but no `pixel_values_videos`",
+    ),
+    "a row with a part of an image": (
+        _part_of_an_image,
+        "row 0 of the batch has 3 image tokens, which no run of the batch's images yields (4, 12 features each)",
+    ),
+    "token types of text": (
+        _set("mm_token_type_ids", torch.zeros_like),
+        "`mm_token_type_ids` takes image tokens for text, which makes positions wrong",
+    ),
+    "token types of another length": (
+        _set("mm_token_type_ids", lambda types: types[:, 1:]),
+        "`mm_token_type_ids` has 1 rows of 49 positions",
+    ),
+    "shifted labels of another length": (
+        lambda batch: batch.update(shift_labels=batch["labels"][:, 1:]),
+        "`shift_labels` has 1 rows of 49 positions",
+    ),
+    "a negative id": (
+        _set("input_ids", lambda ids: ids.where(ids != ids[0, 0], -100)),
+        "`input_ids` holds the id -100, but ids start at 0; -100 belongs into labels alone",
+    ),
+    "a negative label": (
+        _set("labels", lambda labels: labels.where(labels != -100, -1)),
+        "`labels` holds the label -1, but must hold ids, or -100 where a position does not count",
+    ),
+    "labels of float": (_set("labels", Tensor.float), "`labels` has dtype torch.float32, but must be torch.int64"),
+    "labels of 32 bits": (_set("labels", Tensor.int), "`labels` has dtype torch.int32, but must be torch.int64"),
+    "ids of float": (_set("input_ids", Tensor.float), "`input_ids` has dtype torch.float32, but must be torch.int64"),
+    "labels in a list": (_set("labels", Tensor.tolist), "`labels` is a list, but must be a tensor"),
+    "labels without a batch": (_set("labels", lambda labels: labels[0]), "`labels` has shape [50], but must be [rows"),
+    "ids and embeddings": (
+        _add("inputs_embeds", torch.zeros(1, 50, 64)),
+        "the forward got both `input_ids` and `inputs_embeds`; pass one of them",
+    ),
+    "embeddings of another width": (
+        lambda batch: (batch.pop("input_ids"), batch.update(inputs_embeds=torch.zeros(1, 50, 32))),
+        "`inputs_embeds` has shape [1, 50, 32], but must be [rows, positions, 64]",
+    ),
+    "pixels that nobody normalized": (
+        _set("pixel_values", lambda pixels: pixels.to(torch.uint8)),
+        "`pixel_values` holds whole numbers, which nobody has normalized",
+    ),
+    "pixels with a batch": (
+        _set("pixel_values", lambda pixels: pixels[None]),
+        "`pixel_values` has 1 patches, but `image_grid_thw` describes 96",
+    ),
+    "more pixels than the grid says": (
+        _set("pixel_values", lambda pixels: torch.cat([pixels, pixels[:4]])),
+        "`pixel_values` has 100 patches, but `image_grid_thw` describes 96",
+    ),
+    "a grid of float": (
+        _set("image_grid_thw", Tensor.float),
+        "`image_grid_thw` has shape [3, 3] and dtype torch.float32",
+    ),
+    "a negative grid": (_set("image_grid_thw", Tensor.neg), "image 0 has a grid of -1 x -4 x -4 patches"),
+    "an attention mask of three dimensions": (
+        _set("attention_mask", lambda mask: mask[None]),
+        "`attention_mask` has shape [1, 1, 50], but must be [rows, positions] or of four dimensions",
+    ),
+    "a four-dimensional mask of another length": (
+        _add("attention_mask", torch.zeros(1, 1, 49, 49)),
+        "`attention_mask` has shape [1, 1, 49, 49], but the sequence has 1 rows of 50 positions",
+    ),
+    "two rows of position ids": (
+        _add("position_ids", torch.zeros(2, 1, 50, dtype=torch.int64)),
+        "`position_ids` has shape [2, 1, 50]",
+    ),
+    "position ids of float": (
+        _add("position_ids", torch.zeros(3, 1, 50)),
+        "`position_ids` has dtype torch.float32, but must hold whole numbers",
+    ),
+    "no rows": (_set("input_ids", lambda ids: ids[:0]), "the batch has no rows; drop empty batches in the data loader"),
     "what describes all images": (_add("image_cu_seqlens", torch.zeros(2)), "`image_cu_seqlens` describes all images"),
 }
 
 
-def _step(change: Callable[[Batch], None], bad_ranks: tuple[int, ...], size: int, policy: Any = None) -> None:
+def _step(
+    change: Callable[[Batch], None],
+    bad_ranks: tuple[int, ...],
+    size: int,
+    policy: Any = None,
+    family: str = FAMILY,
+    **arguments: Any,
+) -> None:
     class Module(ParityModule):
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
             if batch_idx == 1 and self.global_rank in bad_ranks:
                 change(batch)
             return super().training_step(batch, batch_idx)
 
-    loader = Batches([tiny_batch(FAMILY, seed=seed, dtype=torch.float32) for seed in range(3)])
-    arguments = {} if policy is None else {"auto_wrap_policy": policy}
+    loader = Batches([tiny_batch(family, seed=seed, dtype=torch.float32) for seed in range(3)])
+    if policy is not None:
+        arguments["auto_wrap_policy"] = policy
     strategy = UlyssesVisionDPStrategy(sequence_parallel_size=size, **arguments)
-    quiet_trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy).fit(Module(tiny_model(FAMILY)), loader)
+    quiet_trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy).fit(Module(tiny_model(family)), loader)
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -249,6 +343,31 @@ def test_bad_step_on_one_rank_is_refused_alike_on_every_rank(case: str) -> None:
     failure = same_failure(_step, 2, change, (1,), 2)
     assert failure.startswith("StepError: Refused before the step: rank 1: "), failure
     assert message in failure, failure
+
+
+FIXED_SIZE: dict[str, tuple[Callable[[Batch], None], str]] = {
+    "an image token too many": (
+        _one_more_image_token,
+        "the batch has 49 placeholder tokens, but its images or videos yield 48 features",
+    ),
+    "another number of channels": (
+        _set("pixel_values", lambda pixels: pixels[:, :1]),
+        "`pixel_values` has 1 channels, but the model takes 3; convert the images",
+    ),
+    "no image": (_set("pixel_values", lambda pixels: pixels[:0]), "`pixel_values` is there but holds no image"),
+}
+
+
+@pytest.mark.parametrize("case", FIXED_SIZE)
+def test_bad_step_of_images_of_one_size(case: str) -> None:
+    change, message = FIXED_SIZE[case]
+    failure = same_failure(_step, 2, change, (1,), 2, None, "llava")
+    assert failure.startswith("StepError: Refused before the step: rank 1: "), failure
+    assert message in failure, failure
+
+
+def test_the_tables_hold_forty_cases() -> None:
+    assert len(STEPS) + len(FIXED_SIZE) >= 40
 
 
 @pytest.mark.parametrize("policy", [{nn.Embedding}, {Qwen2_5_VLModel}], ids=str)
@@ -278,3 +397,76 @@ def test_sequence_shorter_than_its_group() -> None:
         batch.update(input_ids=ids, labels=ids)
 
     assert "the sequence has 1 positions, fewer than the 2 ranks" in same_failure(_step, 2, change, (0, 1), 2)
+
+
+# ---- ranks of a group that read different samples
+
+
+def _same_words(batch: Batch) -> None:
+    words = tiny_batch(FAMILY, seed=99, dtype=torch.float32)["input_ids"]
+    batch["input_ids"] = words
+
+
+OTHER: dict[str, tuple[Callable[[Batch], None], str, str]] = {
+    "words": (_same_words, "input_ids", "likely cause: a sampler that shuffles without a seed"),
+    "labels": (_set("labels", lambda labels: labels.where(labels < 50, 7)), "labels", "likely cause: a sampler"),
+    "pixels": (
+        _set("pixel_values", lambda pixels: pixels * 1.01),
+        "pixel_values",
+        "likely cause: random augmentation without a seed that ranks share; call `seed_everything(seed, workers=True)`",
+    ),
+    "an order of images": (
+        _set("image_grid_thw", lambda grid: grid.flip(0)),
+        "image_grid_thw",
+        "likely cause: a sampler",
+    ),
+    "padding": (_set("attention_mask", lambda mask: mask.clone().fill_diagonal_(0)), "attention_mask", "likely cause"),
+}
+
+
+def _compared(change: Callable[[Batch], None], every: int) -> None:
+    _step(change, (1,), 2, check_batches_every_n_steps=every)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_samples_on_one_rank_of_a_group(case: str) -> None:
+    change, name, cause = OTHER[case]
+    failure = same_failure(_compared, 2, change, 1)
+    assert failure.startswith(
+        "StepError: Refused before the step: ranks 0 and 1 of one sequence group hold different samples at training step 1 "
+        f"(`{name}` differs), but must read the same batch; "
+    )
+    assert cause in failure
+    assert "`trainer.strategy.data_parallel_rank` of `data_parallel_size`" in failure
+
+
+def _longer(batch: Batch) -> None:
+    batch.update(tiny_batch(FAMILY, text=8, dtype=torch.float32))
+
+
+def _fewer_labels(batch: Batch) -> None:
+    batch["labels"][:, 20:] = -100
+
+
+@pytest.mark.parametrize("change", [_longer, _fewer_labels], ids=["length", "labels"])
+def test_other_sizes_are_found_in_every_step(change: Callable[[Batch], None]) -> None:
+    assert "hold different samples at training step 1" in same_failure(_compared, 2, change, 0)
+
+
+def test_the_group_is_named() -> None:
+    failure = same_failure(_step_of_replica, 4)
+    assert "ranks 2 and 3 of one sequence group hold different samples at training step 1" in failure
+
+
+def _step_of_replica() -> None:
+    _step(_same_words, (3,), 2, check_batches_every_n_steps=1)
+
+
+def _seldom() -> int:
+    """Other words in step 1 alone, where nobody compares."""
+    _step(_same_words, (1,), 2, check_batches_every_n_steps=2)
+    return int(os.environ["RANK"])
+
+
+def test_batches_are_compared_as_often_as_asked() -> None:
+    assert run_ranks(_seldom, 2) == [0, 1]

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.call import known_host_copy
+from lightning_vdp.batches import digest_batch
+from lightning_vdp.call import host_tensors, keep_samples, known_host_copy, sample
+from lightning_vdp.models import find_models
+from lightning_vdp.randomness import OwnRandomness
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -66,3 +69,36 @@ def test_one_device_is_plain_fsdp() -> None:
     ((losses, _),) = run_ranks(_fit, 1, 1, False, "32-true", {})
     ((found, _),) = run_ranks(_fit, 1, 1, True, "32-true", {}, timeout=180)
     assert found == pytest.approx(losses, rel=1e-3)
+
+
+@needs[1]
+def test_random_numbers_of_a_ranks_own_on_a_device() -> None:
+    device = torch.device("cuda", 0)
+    before, common = torch.cuda.get_rng_state(device), torch.get_rng_state()
+    drawn, states = [], []
+    for rank, count in ((0, 1), (1, 5)):
+        torch.cuda.set_rng_state(before, device)
+        with OwnRandomness("decoder", rank, device):
+            drawn.append(torch.rand(count, device=device)[0].item())
+        states.append(torch.cuda.get_rng_state(device))
+    assert drawn[0] != drawn[1]
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], before)
+    # what decides control flow is left alone
+    assert torch.equal(torch.get_rng_state(), common)
+
+
+@needs[1]
+def test_pixels_are_compared_by_what_was_kept_on_the_host() -> None:
+    batch = tiny_batch(FAMILY, dtype=torch.float32)
+    samples = host_tensors(batch, frozenset({"pixel_values"}), sample)
+    moved = {name: value.cuda() for name, value in batch.items()}
+    keep_samples(samples, moved)
+    family = find_models(tiny_model(FAMILY))[0].family
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            digests = digest_batch(moved, family)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum(map(bool, digests)) == 1

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,68 @@ def test_lightning_cli(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "own_module.py").write_text(MODULE)
     (tmp_path / "train.yaml").write_text(YAML.format(strategy=strategy))
     assert _run([sys.executable, "-m", "lightning_vdp.cli", "fit", "--config", "train.yaml"], tmp_path) == BOTH
+
+
+FAILING = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+import lightning_vdp
+from lightning_vdp.testing import Batches, ParityModule, quiet_trainer, tiny_batch, tiny_model
+
+class Module(ParityModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == int(sys.argv[1]):
+            if sys.argv[2] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("broken on purpose")
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    batches = Batches([tiny_batch("qwen2_5_vl", dtype=torch.float32)] * 3)
+    quiet_trainer(strategy="ulysses_vdp", devices=2).fit(Module(tiny_model("qwen2_5_vl")), batches)
+"""
+
+
+def _processes_of(folder: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").readlink() == folder:
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raised", "killed"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+def test_failure_of_one_rank_ends_all(launcher: str, rank: int, how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILING)
+    command = [sys.executable, "train.py"]
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command, str(rank), how],
+        cwd=tmp_path,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    seconds = time.monotonic() - started
+    assert done.returncode != 0
+    assert seconds < 90
+    if how == "raised":
+        assert "ArithmeticError: broken on purpose" in done.stderr
+        assert f"Rank {rank} failed at training step 1, phase training_step: ArithmeticError" in done.stderr
+    deadline = time.monotonic() + 15
+    while _processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not _processes_of(tmp_path)

@@ -69,7 +69,8 @@ def ulysses_attention(
     call.attended[id(module)] = call.attended.get(id(module), 0) + 1
     splits = head_split(query.shape[1], key.shape[1], len(shard.sizes))
     heads = [[split.query, split.key_value, split.key_value] for split in splits]
-    query, key, value = to_heads([query, key, value], heads, shard)
+    phase = f"layer {getattr(module, 'layer_idx', '')}"
+    query, key, value = to_heads([query, key, value], heads, shard, phase)
     mine = splits[shard.rank]
     groups = mine.groups
     if groups is None:
@@ -91,7 +92,7 @@ def ulysses_attention(
     if isinstance(kwargs.get("s_aux"), Tensor):
         kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
-    return to_sequence(output, [len(split.query) for split in splits], shard), None
+    return to_sequence(output, [len(split.query) for split in splits], shard, phase), None
 
 
 @functools.lru_cache

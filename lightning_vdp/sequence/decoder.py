@@ -14,7 +14,7 @@ from lightning_vdp.sequence.attention import unmixed
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
 
-__all__ = ["check_decoder_outputs", "shard_decoder_inputs", "shard_layer_inputs"]
+__all__ = ["check_decoder_outputs", "leave_decoder", "shard_decoder_inputs", "shard_layer_inputs"]
 
 
 def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,6 +64,8 @@ def shard_layer_inputs(
         return args, kwargs
     if cut_dim is not None:
         args = (shard_sequence(args[0], call.shard, cut_dim), *args[1:])
+        # from here to the decoder's end ranks hold different positions
+        call.randomness.__enter__()
     kwargs = dict(kwargs)
     tables = kwargs.get("position_embeddings")
     if tables is not None:
@@ -103,6 +105,13 @@ def check_decoder_outputs(
     if routers is not None:
         outputs["router_logits"] = tuple(_gather_tokens(router, call) for router in routers)
     return outputs
+
+
+def leave_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    """Forward hook of the decoder, called after an error too: random numbers are common again."""
+    call: ForwardCall | None = kwargs.get(CALL)
+    if call is not None:
+        call.randomness.__exit__()
 
 
 def _gather_tokens(x: Tensor, call: ForwardCall) -> Tensor:

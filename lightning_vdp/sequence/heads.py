@@ -58,13 +58,16 @@ def _run(heads: range, x_BHTD: Tensor) -> Tensor:
     return x_BHTD.narrow(1, heads.start, len(heads)).transpose(0, 1)
 
 
-def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], shard: SequenceShard) -> list[Tensor]:
+def to_heads(
+    tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], shard: SequenceShard, phase: str = "layer"
+) -> list[Tensor]:
     """Sequence shards to head shards; tensors of one width and dtype go in one exchange.
 
     Args:
         tensors: Each of shape ``[B, H, T, D]``.
         heads: For each rank, the run of heads of each tensor that goes there.
         shard: The shards.
+        phase: What the exchange belongs to, for who watches.
 
     Returns:
         Each of shape ``[B, H_r, S, D]``.
@@ -75,27 +78,27 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], shard:
     result = list(tensors)
     for indices in alike.values():
         chosen = [[rank_heads[index] for index in indices] for rank_heads in heads]
-        for index, tensor in zip(indices, _to_heads([tensors[index] for index in indices], chosen, shard)):
+        for index, tensor in zip(indices, _to_heads([tensors[index] for index in indices], chosen, shard, phase)):
             result[index] = tensor
     return result
 
 
-def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceShard) -> list[Tensor]:
+def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceShard, phase: str) -> list[Tensor]:
     batch, _, positions, width = tensors[0].shape
     pieces = [_run(run, tensor) for rank_heads in heads for run, tensor in zip(rank_heads, tensors)]
     sent = [sum(map(len, rank_heads)) * batch * positions * width for rank_heads in heads]
     counts = [len(run) for run in heads[shard.rank]]
     received = [sum(counts) * batch * size * width for size in shard.sizes]
-    flat = all_to_all(torch.cat(pieces).view(-1), sent, received, shard.group)
+    flat = all_to_all(torch.cat(pieces).view(-1), sent, received, shard.group, shard.mark(phase))
     chunks = [chunk.view(sum(counts), batch, size, width) for chunk, size in zip(flat.split(received), shard.sizes)]
     return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
 
 
-def to_sequence(x_BSHD: Tensor, heads: Sequence[int], shard: SequenceShard) -> Tensor:
+def to_sequence(x_BSHD: Tensor, heads: Sequence[int], shard: SequenceShard, phase: str = "layer") -> Tensor:
     """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
     batch, _, own, width = x_BSHD.shape
     sent = [batch * size * own * width for size in shard.sizes]
     received = [batch * shard.size * count * width for count in heads]
-    flat = all_to_all(x_BSHD.transpose(0, 1).contiguous().view(-1), sent, received, shard.group)
+    flat = all_to_all(x_BSHD.transpose(0, 1).contiguous().view(-1), sent, received, shard.group, shard.mark(phase))
     chunks = [chunk.view(shard.size, batch, count, width) for chunk, count in zip(flat.split(received), heads)]
     return torch.cat(chunks, dim=2).transpose(0, 1)

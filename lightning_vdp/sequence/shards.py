@@ -1,9 +1,12 @@
 """Shards: the runs of sequence positions that ranks own, and moving tensors between shards and the whole."""
 
+from functools import partial
+
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_vdp.collectives import all_gather, all_reduce
+from lightning_vdp.watch import Mark, Watch, unmarked
 
 __all__ = ["SequenceShard", "gather_sequence", "sequence_mean", "shard_sequence", "shard_sizes"]
 
@@ -21,14 +24,20 @@ class SequenceShard:
     Args:
         length: Positions of the whole sequence.
         group: The sequence group.
+        watch: Is told of collectives.
     """
 
-    __slots__ = ("group", "rank", "sizes")
+    __slots__ = ("group", "rank", "sizes", "watch")
 
-    def __init__(self, length: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, length: int, group: dist.ProcessGroup, watch: Watch | None = None) -> None:
         self.group = group
+        self.watch = watch
         self.rank = dist.get_rank(group)
         self.sizes: tuple[int, ...] = shard_sizes(length, dist.get_world_size(group))
+
+    def mark(self, phase: str) -> Mark:
+        """The mark of a collective in a phase."""
+        return unmarked if self.watch is None else partial(self.watch.collective, phase)
 
     @property
     def length(self) -> int:
@@ -94,7 +103,7 @@ def gather_sequence(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
         ValueError: If `x` is not `shard.size` long in `dim`.
     """
     _check(x, dim, shard.size, "this rank's shard")
-    return all_gather(x.movedim(dim, 0), shard.sizes, shard.group).movedim(0, dim)
+    return all_gather(x.movedim(dim, 0), shard.sizes, shard.group, shard.mark("gather")).movedim(0, dim)
 
 
 def sequence_mean(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
@@ -109,4 +118,4 @@ def sequence_mean(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
         ValueError: If `x` is not `shard.size` long in `dim`.
     """
     _check(x, dim, shard.size, "this rank's shard")
-    return all_reduce(x.sum(dim), shard.group) / shard.length
+    return all_reduce(x.sum(dim), shard.group, shard.mark("mean")) / shard.length

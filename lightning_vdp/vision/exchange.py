@@ -11,11 +11,14 @@ from torch.autograd.function import once_differentiable
 from lightning_vdp.collectives import all_gather
 from lightning_vdp.vision.routes import Routes
 from lightning_vdp.vision.units import UnitPlan
+from lightning_vdp.watch import Mark, unmarked
 
 __all__ = ["gather_features", "received_rows", "route_features"]
 
 
-def gather_features(levels: Sequence[Tensor], plan: UnitPlan, group: dist.ProcessGroup) -> list[list[Tensor]]:
+def gather_features(
+    levels: Sequence[Tensor], plan: UnitPlan, group: dist.ProcessGroup, mark: Mark = unmarked
+) -> list[list[Tensor]]:
     """Gives every rank of the group the features of every unit, all levels in one exchange.
 
     Args:
@@ -23,12 +26,13 @@ def gather_features(levels: Sequence[Tensor], plan: UnitPlan, group: dist.Proces
             and one for each deepstack level.
         plan: Owners and rows of all units.
         group: The sequence group.
+        mark: Says who watches.
 
     Returns:
         For each level, one tensor ``[rows of the unit, width]`` for each unit, in the batch's order.
     """
     widths = [level.shape[1] for level in levels]
-    gathered = all_gather(_side_by_side(levels), plan.rows_per_rank, group)
+    gathered = all_gather(_side_by_side(levels), plan.rows_per_rank, group, mark)
     assert plan.rows is not None, "the rows of units are not known yet"
     order = plan.gathered_order
     result = []
@@ -38,20 +42,23 @@ def gather_features(levels: Sequence[Tensor], plan: UnitPlan, group: dist.Proces
     return result
 
 
-def route_features(levels: Sequence[Tensor], routes: Routes, group: dist.ProcessGroup) -> list[list[Tensor]]:
+def route_features(
+    levels: Sequence[Tensor], routes: Routes, group: dist.ProcessGroup, mark: Mark = unmarked
+) -> list[list[Tensor]]:
     """Gives each rank the features whose placeholders are in its shard, all levels in one exchange.
 
     Args:
         levels: As for `gather_features`.
         routes: This rank's routes.
         group: The sequence group.
+        mark: Says who watches.
 
     Returns:
         For each level, one tensor ``[rows of the shard, width]`` in the order of the placeholders, in a list of its own.
     """
     rows = _side_by_side(levels)
     send_order, receive_order = (_to_device(order, rows.device) for order in (routes.send_order, routes.receive_order))
-    routed = _Route.apply(rows, send_order, receive_order, routes.send_counts, routes.receive_counts, group)
+    routed = _Route.apply(rows, send_order, receive_order, routes.send_counts, routes.receive_counts, group, mark)
     return [[level] for level in routed.split([level.shape[1] for level in levels], dim=1)]
 
 
@@ -85,10 +92,12 @@ class _Route(torch.autograd.Function):
         send_counts: tuple[int, ...],
         receive_counts: tuple[int, ...],
         group: dist.ProcessGroup,
+        mark: Mark,
     ) -> Tensor:
         ctx.save_for_backward(send_order, receive_order)
-        ctx.counts, ctx.group = (send_counts, receive_counts), group
-        return _exchange_rows(rows[send_order], send_counts, receive_counts, group)[receive_order]
+        ctx.counts, ctx.group, ctx.mark = (send_counts, receive_counts), group, mark
+        with mark("forward"):
+            return _exchange_rows(rows[send_order], send_counts, receive_counts, group)[receive_order]
 
     @staticmethod
     @once_differentiable
@@ -97,10 +106,11 @@ class _Route(torch.autograd.Function):
         send_counts, receive_counts = ctx.counts
         back = torch.empty_like(gradient)
         back[receive_order] = gradient
-        received = _exchange_rows(back, receive_counts, send_counts, ctx.group)
+        with ctx.mark("backward"):
+            received = _exchange_rows(back, receive_counts, send_counts, ctx.group)
         rows = torch.empty_like(received)
         rows[send_order] = received
-        return rows, None, None, None, None, None
+        return rows, None, None, None, None, None, None
 
 
 def _exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

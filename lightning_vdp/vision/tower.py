@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_vdp.call import CALL, ForwardCall, call_of
 from lightning_vdp.checks import count_placeholders
 from lightning_vdp.header import StepError, exchange_headers
 from lightning_vdp.models import Facts, Modality, smallest_unit
+from lightning_vdp.randomness import OwnRandomness
 from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
@@ -54,16 +56,18 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     if not call.settings.vision_data_parallel:
         # without the call: a model may encode videos by way of its method for images
         pixels = arguments[modality.pixels]
-        outputs = own(**{**arguments, modality.pixels: pixels.view_as(pixels)})
+        with call.mesh.watch.phase(f"tower ({modality.name}s)"):
+            outputs = own(**{**arguments, modality.pixels: pixels.view_as(pixels)})
         watch.stop()
         _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
         return outputs
     owned = plan.owned(call.shard.rank)
-    if owned:
-        outputs = own(**select_units(arguments, owned, plan, modality, facts))
-        levels = _levels(outputs)
-    else:
-        outputs, levels = _dummy(own, call, modality, arguments)
+    with _tower(call, modality):
+        if owned:
+            outputs = own(**select_units(arguments, owned, plan, modality, facts))
+            levels = _levels(outputs)
+        else:
+            outputs, levels = _dummy(own, call, modality, arguments)
     watch.stop()
     if plan.rows is None:
         measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in owned], facts) if owned else []
@@ -75,9 +79,9 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         assert call.ids is not None
         routes = call.routes[modality.name] = route_units(modality, call.ids, _config(call), call)
     if routes is None:
-        exchanged = gather_features(levels, plan, call.shard.group)
+        exchanged = gather_features(levels, plan, call.shard.group, call.shard.mark("exchange"))
     else:
-        exchanged = route_features(levels, routes, call.shard.group)
+        exchanged = route_features(levels, routes, call.shard.group, call.shard.mark("exchange"))
     row_bytes = sum(level.shape[1] * level.element_size() for level in levels)
     _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
     units, *deepstack = exchanged
@@ -104,6 +108,14 @@ def _like(features: Any, units: list[Tensor]) -> Any:
     if features.dim() == 2:
         return torch.cat(units)
     return torch.stack(units) if len({len(unit) for unit in units}) == 1 else torch.cat(units)[None]
+
+
+@contextmanager
+def _tower(call: ForwardCall, modality: Modality) -> Iterator[None]:
+    """Around a run of the tower on images of this rank's own."""
+    place = f"tower ({modality.name}s)"
+    with call.mesh.watch.phase(place), OwnRandomness(place, call.mesh.rank, call.device):
+        yield
 
 
 def _report(
@@ -251,7 +263,8 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
         modality = call.pending.pop(0)
         if call.lockstep:
             assert call.base is not None
-            _, levels = _dummy(_own(call.base, modality), call, modality, {})
+            with _tower(call, modality):
+                _, levels = _dummy(_own(call.base, modality), call, modality, {})
             call.loose_ends += [level for level in levels if level.requires_grad]
         if call.settings.vision_data_parallel and not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])

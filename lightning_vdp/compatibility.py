@@ -1,0 +1,27 @@
+"""Names of Lightning that this package replaces: one that a newer version has renamed would never be called again."""
+
+import lightning
+
+__all__ = ["check_overrides"]
+
+
+def check_overrides(cls: type) -> None:
+    """Checks that each method which a class marks with `override` still replaces one.
+
+    Args:
+        cls: The class; its bases' own overrides are looked at too as far as they are this package's.
+
+    Raises:
+        RuntimeError: If a base has no such method.
+    """
+    for own in cls.__mro__:
+        if not own.__module__.startswith(__package__):
+            continue
+        bases = own.__mro__[1:]
+        for name, member in vars(own).items():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if getattr(function, "__override__", False) and not any(name in vars(base) for base in bases):
+                raise RuntimeError(
+                    f"Lightning {lightning.__version__} has no `{bases[0].__name__}.{name}`, which {own.__name__} replaces and "
+                    "which nobody would call; install a version of Lightning that this version of lightning_vdp names."
+                )
