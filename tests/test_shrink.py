@@ -108,6 +108,11 @@ def test_layers_of_each_kind_stay() -> None:
     assert set(text.mlp_layer_types) == {"dense", "sparse"}
 
 
+def test_experts_are_balanced_by_a_loss_where_there_is_one() -> None:
+    assert small("qwen3_vl_moe").text_config.output_router_logits
+    assert not small("kimi_k25").text_config.output_router_logits
+
+
 def test_ratios_of_heads_stay() -> None:
     for model_type, heads, key_value_heads in (("llava", 4, 4), ("gemma3", 4, 2), ("qwen2_vl", 4, 2)):
         text = small(model_type).text_config

@@ -237,6 +237,9 @@ def _shrink(
         elif value is None and name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index"):
             # left to the tokenizer
             result[full_name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
+        elif name == "output_router_logits":
+            # the loss that balances experts is not linear in tokens
+            result[full_name] = value or bool(config.get("router_aux_loss_coef"))
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, (int, float)) and name.endswith(_RANDOM):
