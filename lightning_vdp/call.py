@@ -70,7 +70,7 @@ class ForwardCall:
         device: Where the batch is.
         lockstep: Whether towers hold collectives, so that ranks must run them alike.
         observers: Are told what the tower did.
-        whole: Whether each rank runs the decoder on the whole sequence; towers are divided all the same.
+        whole: Whether each rank encodes all units and runs the decoder on the whole sequence.
     """
 
     __slots__ = (
@@ -79,6 +79,7 @@ class ForwardCall:
         "_wholes",
         "attended",
         "base",
+        "counted",
         "device",
         "family",
         "headers",
@@ -121,6 +122,8 @@ class ForwardCall:
         self.whole = whole
         self.randomness = OwnRandomness("decoder", mesh.rank, device)
         self.ids: Tensor | None = None
+        # whether placeholders must be as many as features
+        self.counted = False
         # whether features go to the ranks that hold their placeholders, rather than to all
         self.routed = False
         self.routes: dict[str, Routes] = {}
@@ -144,6 +147,11 @@ class ForwardCall:
         """Modalities of this rank's batch."""
         return [modality for modality in self.family.modalities if modality.name in self.plans]
 
+    @property
+    def encodes_all(self) -> bool:
+        """Whether every rank runs the tower on every unit."""
+        return self.whole or not self.settings.vision_data_parallel
+
     def cut_once(self, whole: Tensor, dim: int) -> Tensor:
         """Cuts a tensor that all layers share (rotary tables) the first time a layer asks."""
         known = self._cut.get(id(whole))
@@ -165,6 +173,7 @@ def with_call(tensor: Tensor, call: ForwardCall) -> Tensor:
     """Returns an alias of an argument that carries a call to methods which get the argument and not the call."""
     alias = tensor.view_as(tensor)
     setattr(alias, _CALL, call)
+    keep_host_copies(known_host_copy(tensor), alias)
     return alias
 
 

@@ -379,10 +379,17 @@ def _enter_base(
     call.base = base
     arguments = signature.bind_partial(base, *args, **kwargs).arguments
     ids = arguments.get("input_ids")
-    carriers = {modality.pixels: with_call(arguments[modality.pixels], call) for modality in call.present}
+    carriers = {
+        name: with_call(arguments[name], call)
+        for modality in call.present
+        for name in modality.carriers(call.family.facts)
+    }
     given = arguments.get("mm_encoder_outputs") is not None
-    whole = call.whole or given or not call.family.facts.routed
-    call.routed = ids is not None and _routes_features(call.settings) and not whole
+    tokens = [modality.token(base.config) for modality in call.present]
+    # where one token stands for images and videos, the model tells them apart by what surrounds it
+    apart = len(set(tokens)) == len(tokens)
+    call.counted = ids is not None and not given and apart and call.family.facts.routed
+    call.routed = call.counted and not call.encodes_all and call.settings.vision_exchange == "routed"
     call.ids = ids
     if ids is not None and call.routed:
         carriers["input_ids"] = with_call(ids, call)
@@ -390,10 +397,6 @@ def _enter_base(
     names = list(signature.parameters)[1 : len(args) + 1]
     positional = tuple(carriers.pop(name, value) for name, value in zip(names, args))
     return positional, {**kwargs, **carriers}
-
-
-def _routes_features(settings: Settings) -> bool:
-    return settings.vision_data_parallel and settings.vision_exchange == "routed"
 
 
 def _describe_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

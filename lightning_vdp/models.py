@@ -43,6 +43,7 @@ class Modality:
             or without time, ``[units, 2]``; None where each row of the pixels is a unit.
         features: Method of the base model that runs the tower and the projector.
         arguments: All arguments of that method.
+        counts: Forward argument with the rows of the pixels that each unit takes, where there is one.
         placeholder: Whose token id in the config marks the places of its features.
     """
 
@@ -51,7 +52,12 @@ class Modality:
     grid: str | None
     features: str
     arguments: tuple[str, ...] = ()
+    counts: str | None = None
     placeholder: str = ""
+
+    def carriers(self, facts: "Facts") -> list[str]:
+        """Arguments that reach the features method as they are."""
+        return [self.pixels] if facts.pixels_dim == 0 or self.grid is None else [self.pixels, self.grid]
 
     def token(self, config: Any) -> int | None:
         """The id of the placeholder token; None where there is none."""
@@ -116,6 +122,8 @@ FACTS: Mapping[str, Facts] = {
     "glm46v": _GLM,
     "glm4v_moe": _GLM,
     "glm_ocr": _GLM,
+    "glm5_next": _GLM,
+    "nemotron_h_omni": _GLM,
     "minicpm_ocr": _STRIP,
     "minicpmv4_6": _STRIP,
     "minicpmv4_7": _STRIP,
@@ -189,6 +197,7 @@ LANGUAGE_MODEL = Family()
 
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 _GRID = re.compile("grid_t?hw$|^target_sizes")
+_COUNTS = re.compile("^num_.*_per_(image|video)$")
 _FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 
 
@@ -204,7 +213,8 @@ def family_of(base: PreTrainedModel) -> Family:
             )
             grid = next((argument for argument in names if _GRID.search(argument)), None)
             placeholder = facts.video_placeholder if name == "video" else name
-            modalities.append(Modality(name, names[0], grid, method, names, placeholder))
+            counts = next((argument for argument in names if _COUNTS.search(argument)), None)
+            modalities.append(Modality(name, names[0], grid, method, names, counts, placeholder))
     tokens = [modality.token(base.config) for modality in modalities]
     routable = hasattr(base, "get_placeholder_mask") and None not in tokens
     positions = getattr(type(base), "get_rope_index", None)

@@ -57,6 +57,7 @@ _HOST_COPIES = frozenset(
         "image_sizes",
         "image_merge_sizes",
         "video_merge_sizes",
+        "num_frames_per_video",
         "num_local_patches",
         "target_sizes",
         "spatial_shapes",

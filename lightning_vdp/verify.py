@@ -160,6 +160,7 @@ def describe_difference(divided: Tensor, whole: Tensor, config: Any) -> str | No
         return None
     return (
         f"the model does not yield the same when its sequence is divided (relative difference {worst:.1e} on the first "
-        "batch): some layer mixes tokens outside attention; set `sequence_parallel_size=1` for this model, or "
+        "batch): some layer mixes tokens outside attention, or the tower mixes images; set `sequence_parallel_size=1` for "
+        "this model, or "
         "`verify_first_batch=False` if the difference is known to be harmless"
     )

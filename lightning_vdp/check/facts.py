@@ -45,6 +45,7 @@ _MUSE = {
     "vision_config.max_position_embeddings": 16,
     "out_hidden_size": 32 * 4,
 }
+_MINICPM = {"vision_config.insert_layer_id": 0, "insert_layer_id": 0}
 _HYBRID = {"text_config.layer_types": ["linear_attention", "full_attention"], "text_config.num_hidden_layers": 2}
 
 
@@ -140,6 +141,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "hy_v4_vl": {"text_config.head_dim": 16, "vision_config.max_image_size": 64},
     "janus": {"vision_config.projection_dim": 64, **_under("vq_config", _VQ), "vq_config.projection_dim": 64},
     "kosmos-2.5": {"vision_config.patch_embed_hidden_size": 192},
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "lfm2_vl": {"text_config.layer_types": ["conv", "full_attention"], "text_config.full_attn_idxs": [1]},
     "llama4": {
         "vision_config.vision_output_dim": 64,

@@ -43,6 +43,8 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, fa
         config: The model's config.
         facts: Facts about the model type.
     """
+    if modality.counts is not None and isinstance(arguments.get(modality.counts), Tensor):
+        return UnitDraft(tuple(host_copy(arguments[modality.counts]).flatten().tolist()), None)
     if modality.grid is None:
         return UnitDraft((1,) * arguments[modality.pixels].shape[: facts.unit_dims].numel(), None)
     grids = grids_of(arguments, modality)

@@ -48,6 +48,8 @@ def select_units(
             counts = arguments[facts.ragged[name]]
             counts = host_copy(counts).flatten().tolist() if isinstance(counts, Tensor) else list(counts)
             selected[name] = _pick(value, units, counts)
+        elif modality.counts not in (None, name) and value.shape[:1].numel() == sum(plan.sizes):
+            selected[name] = _pick(value, units, plan.sizes)
         elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:
             selected[name] = _unflat(_pick(_flat(value, facts), units), facts)
     return selected

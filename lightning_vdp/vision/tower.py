@@ -42,7 +42,8 @@ def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) ->
     arguments = {**bound, **bound.get("kwargs", {})}
     arguments.pop("kwargs", None)
     # on the pixels, since some models do not hand keyword arguments on
-    call = call_of(arguments.get(modality.pixels))
+    carried = [call_of(arguments.get(name)) for name in (modality.pixels, modality.grid) if name is not None]
+    call = next((each for each in carried if each is not None), None)
     if call is None:
         return own(*args, **kwargs)
     run_absent_towers(call, before=modality)
@@ -53,11 +54,13 @@ def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) ->
 def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality) -> Any:
     plan, facts = call.plans[modality.name], call.family.facts
     watch = Stopwatch(call.device)
-    if not call.settings.vision_data_parallel:
+    if call.encodes_all:
         # without the call: a model may encode videos by way of its method for images
-        pixels = arguments[modality.pixels]
+        plain = {name: arguments[name].view_as(arguments[name]) for name in modality.carriers(facts)}
         with call.mesh.watch.phase(f"tower ({modality.name}s)"):
-            outputs = own(**{**arguments, modality.pixels: pixels.view_as(pixels)})
+            outputs = own(**{**arguments, **plain})
+        if not facts.merged_rows:
+            _agree_on_rows(call, modality, [_levels(outputs)[0].shape[0]] if call.shard.rank == 0 else [])
         watch.stop()
         _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
         return outputs
@@ -124,7 +127,7 @@ def _report(
     if not call.observers:
         return
     own = sum(plan.costs[unit] for unit in encoded)
-    divided = call.settings.vision_data_parallel
+    divided = not call.encodes_all
     load = VisionLoad(
         modality=modality.name,
         units=len(encoded),
@@ -179,7 +182,7 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
         StepError: If some replica's placeholders are not as many as its features; the same on every rank.
     """
     expected: list[int] = []
-    if modality is not None and call.ids is not None and modality.token(_config(call)) is not None:
+    if modality is not None and call.ids is not None and call.counted:
         expected = [count_placeholders(call.ids, modality, _config(call))]
     header = {"rows": measured, "placeholders": expected}
     headers = exchange_headers(call.mesh, header).wait()
@@ -201,7 +204,7 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
     plan = call.plans[modality.name]
     group = headers[call.mesh.data_parallel_rank * size :][:size]
     rows = [0] * len(plan.sizes)
-    for rank in range(size):
+    for rank in range(0 if call.encodes_all else size):
         for unit, count in zip(plan.owned(rank), group[rank]["rows"]):
             rows[unit] = count
     return tuple(rows)
@@ -266,7 +269,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
             with _tower(call, modality):
                 _, levels = _dummy(_own(call.base, modality), call, modality, {})
             call.loose_ends += [level for level in levels if level.requires_grad]
-        if call.settings.vision_data_parallel and not call.family.facts.merged_rows:
+        if not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])
 
 
@@ -278,7 +281,11 @@ def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = call_of(ids)
     if ids is None or call is None or not call.routed:
         return own(**arguments)
-    inside = torch.full_like(ids, -1)
-    shard = slice(call.shard.start, call.shard.start + call.shard.size)
-    inside[:, shard] = ids[:, shard]
+    tokens = {modality.token(self.config) for modality in call.family.modalities} - {None}
+    outside = torch.ones_like(ids, dtype=torch.bool)
+    outside[:, call.shard.start : call.shard.start + call.shard.size] = False
+    inside = ids
+    for token in tokens:
+        # the others stay: some models look for what begins and ends a video
+        inside = inside.masked_fill(outside & (ids == token), -1)
     return own(**{**arguments, "input_ids": inside})
