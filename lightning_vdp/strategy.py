@@ -219,7 +219,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The replica that this rank belongs to."""
+        """The replica that this rank belongs to: what samplers and iterable datasets share samples out by."""
         return self.mesh.data_parallel_rank
 
     @property
@@ -244,6 +244,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            check_overrides(NotebookLauncher)
             self._launcher = NotebookLauncher(self)
         else:
             super()._configure_launcher()
