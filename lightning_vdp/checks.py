@@ -215,7 +215,8 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
         return f"`{modality.pixels}` holds whole numbers, which nobody has normalized; pass what the processor returned"
     name = modality.name
     nothing = f"`{modality.pixels}` is there but holds no {name}; leave it out of batches without {name}s"
-    channels = getattr(config.vision_config, "num_channels", None) if facts.unit_dims == 1 else None
+    vision = getattr(config, "vision_config", None)
+    channels = getattr(vision, "num_channels", None) if facts.unit_dims == 1 else None
     if modality.grid is None and channels and pixels.dim() == 4 and pixels.shape[1] != channels:
         return f"`{modality.pixels}` has {pixels.shape[1]} channels, but the model takes {channels}; convert the images"
     if modality.grid is None:
@@ -235,7 +236,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     grids = grids_of(arguments, modality)
     if not grids:
         return nothing
-    merge = int(getattr(config.vision_config, "spatial_merge_size", 1)) if facts.merged_rows else 1
+    merge = int(getattr(vision, "spatial_merge_size", 1)) if facts.merged_rows else 1
     for unit, (time, height, width) in enumerate(grids):
         if min(time, height, width) < 1 or height % merge or width % merge:
             return (

@@ -72,7 +72,7 @@ def assign_units(draft: UnitDraft, facts: Facts, config: Any, settings: Settings
     """
     costs = draft.sizes
     if draft.grids and settings.vision_balance == "time":
-        cost = tower_cost(config.vision_config, facts.tower_mlp_matrices)
+        cost = tower_cost(getattr(config, "vision_config", None), facts.tower_mlp_matrices)
         costs = draft.sizes if cost is None else tuple(cost(draft.grids))
     owners = tuple(assign(costs, ranks, settings.vision_assignment if facts.listed else "contiguous"))
     return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
