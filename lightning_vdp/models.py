@@ -120,6 +120,7 @@ FACTS: Mapping[str, Facts] = {
     "qwen3_5_moe": _PACKED,
     "glm4v": _GLM,
     "glm46v": _GLM,
+    "glmga": _GLM,
     "glm4v_moe": _GLM,
     "glm_ocr": _GLM,
     "glm5_next": _GLM,
