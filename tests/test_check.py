@@ -111,8 +111,8 @@ def test_a_spoiled_adjoint_turns_exact_rows_wrong() -> None:
 
 @pytest.mark.parametrize("name", sorted(SABOTAGES))
 def test_each_spoiled_adjoint_is_seen(name: str) -> None:
-    # linear attention and images are gathered or routed, and the loss is summed
-    model_type = {"all_gather": "lfm2_vl"}.get(name, "qwen2_vl")
+    # sequences are gathered around sparse attention alone
+    model_type = {"all_gather": "mistral_large4"}.get(name, "qwen2_vl")
     row = rows_of(model_type, spoiled=name)[model_type]
     assert row.status == "wrong"
     assert "off by" in row.reason

@@ -11,24 +11,22 @@ from lightning_vdp import collectives
 __all__ = ["SABOTAGES", "sabotage"]
 
 
-def _unreversed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+def _unreversed(ctx: Any, gradient: Tensor) -> Tensor:
     """An all-to-all that hands its gradient on in the order in which it came."""
-    wanted = sum(ctx.input_sizes)
-    handed = gradient.new_zeros(wanted)
-    kept = min(wanted, gradient.numel())
+    handed = gradient.new_zeros(sum(ctx.input_sizes))
+    kept = min(handed.numel(), gradient.numel())
     handed[:kept] = gradient.flatten()[:kept]
-    return handed, None, None, None
+    return handed
 
 
-def _sliced(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+def _sliced(ctx: Any, gradient: Tensor) -> Tensor:
     """An all-gather that forgets what the other ranks did with its rows."""
-    own = gradient.split(ctx.sizes)[dist.get_rank(ctx.group)]
-    return own.clone(), None, None
+    return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)].clone()
 
 
-def _not_summed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+def _not_summed(ctx: Any, gradient: Tensor) -> Tensor:
     """An all-reduce that forgets the other ranks' losses."""
-    return gradient.clone(), None
+    return gradient.clone()
 
 
 SABOTAGES: Mapping[str, tuple[type, Callable[..., Any]]] = {
@@ -45,5 +43,10 @@ def sabotage(name: str) -> None:
     Args:
         name: One of `SABOTAGES`.
     """
-    function, backward = SABOTAGES[name]
+    function, spoiled = SABOTAGES[name]
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # the other arguments of a collective have no gradient
+        return spoiled(ctx, gradient), *(None for _ in ctx.needs_input_grad[1:])
+
     function.backward = staticmethod(backward)  # type: ignore[attr-defined]
