@@ -1,5 +1,7 @@
 import inspect
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -134,8 +136,6 @@ def sleeping() -> PreTrainedModel:
 
 
 def dying() -> PreTrainedModel:
-    import os
-
     os._exit(7)
 
 
@@ -164,6 +164,24 @@ def test_one_model_does_not_take_the_rest_along() -> None:
     assert "still ran after 4 s" in rows[0].reason
     assert "exit code 7" in rows[1].reason
     assert "one process" in rows[2].reason or "no input" in rows[2].reason
+
+
+def test_termination_leaves_no_process(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+
+    def noting() -> PreTrainedModel:
+        path.write_text(str(os.getpid()))
+        return sleeping()
+
+    process = multiprocessing.get_context("fork").Process(target=walk, args=([Target("noting", noting)], [2]))
+    process.start()
+    while not path.exists() or not path.read_text():
+        time.sleep(0.02)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
 
 
 def test_rows_survive_json(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +42,7 @@ class _Running:
 def _run(target: Target, size: int, path: Path, spoiled: str | None) -> None:
     # the ranks that this process forks belong to its group, and end with it
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -53,6 +56,23 @@ def _run(target: Target, size: int, path: Path, spoiled: str | None) -> None:
     row = check_model(target.name, target.make_model, size, path.with_suffix(".fitting").touch)
     path.with_suffix(".part").write_text(json.dumps(row.to_dict()))
     path.with_suffix(".part").rename(path)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within it, being terminated ends the checks first, like Ctrl-C."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: BaseProcess) -> None:
@@ -103,7 +123,7 @@ def walk(
     jobs = jobs or min(4, len(os.sched_getaffinity(0)))
     order = [(target, size) for target in targets for size in sizes]
     rows: dict[tuple[str, int], Row] = {}
-    with tempfile.TemporaryDirectory(prefix="check_") as folder:
+    with _terminable(), tempfile.TemporaryDirectory(prefix="check_") as folder:
         waiting: Iterator[tuple[Target, int]] = iter(order)
         running: list[_Running] = []
         left = len(order)
