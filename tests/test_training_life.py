@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], ParityModule], dict[str, Any], Callable[[]
         list,
     ),
     "several dtypes in one block .* set `fsdp_version=2`": (_mixed_dtypes, {}, list),
-    "VisionBlock trains .* in torch.float32 and .* need one dtype": (_mixed_dtypes, {"fsdp_version": 2}, list),
+    "VisionBlock trains .* in torch.bfloat16 and .* in torch.float32, .* need one dtype": (_mixed_dtypes, {"fsdp_version": 2}, list),
 }
 
 
