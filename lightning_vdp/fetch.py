@@ -8,7 +8,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_vdp.header import StepError, gather_numbers, raise_together
+from lightning_vdp.header import StepError, gather_numbers, gather_texts
 from lightning_vdp.mesh import SequenceMesh
 
 __all__ = ["AgreedLoader"]
@@ -29,7 +29,7 @@ class AgreedLoader:
         is_stopped: Whether this rank was told to end; then all end.
 
     Raises:
-        StepError: While it is read, if a rank cannot read a batch, or has none to repeat; the same on every rank.
+        StepError: While it is read, if another rank cannot read a batch, or one has none to repeat.
 
     Attributes:
         own: How many batches this rank has itself, as soon as it has run out before others.
@@ -91,11 +91,7 @@ class AgreedLoader:
             if _STOPPED in states:
                 raise SIGTERMException
             if _BROKEN in states:
-                problem = f"{type(fetched).__name__}: {fetched}" if state == _BROKEN else None
-                try:
-                    raise_together(self._mesh, problem, f"Batch {number} could not be read")
-                except Exception as error:
-                    raise error from (fetched if state == _BROKEN else None)
+                self._raise_broken(fetched if state == _BROKEN else None, number)
             ended = [rank for rank, state in enumerate(states) if state == _END]
             if len(ended) == len(states) or (ended and not self._until_last):
                 if len(ended) < len(states) and self._length is None:
@@ -113,6 +109,15 @@ class AgreedLoader:
                 fetched = self._repeat(last, number)
             last = fetched
             yield fetched
+
+    def _raise_broken(self, own: Any, number: int) -> None:
+        """Raises this rank's own error where it has one, and elsewhere which ranks had what."""
+        stage, step = self._mesh.watch.locate()
+        problems = gather_texts(self._mesh, None if own is None else f"{type(own).__name__}: {own}")
+        if own is not None:
+            raise own
+        rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
+        raise StepError(f"Rank {rank} failed at {stage} step {step}, reading batch {number}, between steps: {problem}")
 
     def _repeat(self, last: Any, number: int) -> Any:
         if self.own is None:

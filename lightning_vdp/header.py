@@ -22,6 +22,7 @@ __all__ = [
     "encode",
     "exchange_headers",
     "gather_numbers",
+    "gather_texts",
     "raise_together",
 ]
 
@@ -102,7 +103,7 @@ class PendingHeaders:
             with self._mesh.watch.collective("header"):
                 self._headers = self._receive()
                 reasons = (
-                    _gather_texts(self._mesh, self._reason) if any(header["error"] for header in self._headers) else []
+                    gather_texts(self._mesh, self._reason) if any(header["error"] for header in self._headers) else []
                 )
             self._raise_agreed(reasons)
             problem = None if self._agree is None else self._agree(self._headers)
@@ -127,8 +128,8 @@ class PendingHeaders:
         _raise("Refused before the step", reasons)
 
 
-def _gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:
-    """The texts of all ranks, as numbers: nothing that is received is ever unpickled."""
+def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:
+    """One text of each rank of the world or None, by rank; as numbers: nothing that is received is ever unpickled."""
     text = ("" if own is None else own).encode()[:_REASON]
     mine = torch.zeros(_REASON, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -166,7 +167,7 @@ def raise_together(mesh: SequenceMesh, problem: str | None, what: str) -> None:
         StepError: If any rank found something; the same on every rank.
     """
     if any(gather_numbers(mesh, int(problem is not None))):
-        _raise(what, _gather_texts(mesh, problem))
+        _raise(what, gather_texts(mesh, problem))
 
 
 def gather_numbers(mesh: SequenceMesh, value: int) -> list[int]:
