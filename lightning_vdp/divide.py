@@ -331,7 +331,7 @@ def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> For
     headers = exchange_headers(mesh, header, error)
     headers.wait()
     device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
-    # towers run undivided here, so that nothing about their rows is agreed on
+    # towers run undivided here
     settings = dataclasses.replace(entry.settings, vision_data_parallel=False)
     return ForwardCall(mesh, settings, family, 0, {}, headers, device, whole=True)
 

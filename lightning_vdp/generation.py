@@ -63,7 +63,7 @@ def _run_absent(start: Start, model: Any, arguments: dict[str, Any]) -> None:
     call.base = _base(model, call.family)
     for modality in [modality for modality in call.pending if arguments.get(modality.pixels) is not None]:
         call.pending.remove(modality)
-    run_absent_towers(call)
+    run_absent_towers(call, agree=False)
 
 
 def _base(model: nn.Module, family: Family) -> Any:

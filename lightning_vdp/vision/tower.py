@@ -259,7 +259,7 @@ def _description(call: ForwardCall, modality: Modality) -> list[int]:
     )
 
 
-def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None:
+def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: bool = True) -> None:
     """Runs a dummy for each modality that other ranks of the world encode and this rank's batch lacks.
 
     Towers hold FSDP collectives, so all ranks run them equally often and in one order.
@@ -267,6 +267,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
     Args:
         call: The forward.
         before: Stop in front of this modality. Default: run all that are left.
+        agree: Whether ranks that run a tower tell its rows, for which all take part.
     """
     while call.pending and call.pending[0] != before:
         modality = call.pending.pop(0)
@@ -275,7 +276,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
             with _tower(call, modality):
                 _, levels = _dummy(_own(call.base, modality), call, modality, {})
             call.loose_ends += [level for level in levels if level.requires_grad]
-        if not call.family.facts.merged_rows:
+        if agree and not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])
 
 
