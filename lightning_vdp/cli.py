@@ -1,5 +1,6 @@
 """The console script ``lightning-vdp``: one table of subcommands, one way to report errors."""
 
+import argparse
 import inspect
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_vdp
+from lightning_vdp.export import export as export_checkpoint
 
 PROGRAM = "lightning-vdp"
 JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.39")
@@ -75,12 +77,36 @@ def check(arguments: Sequence[str]) -> int:
     return run_check(options)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as this script does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(message, f"{self.prog} --help lists every option", status=2)
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Write a checkpoint's model as a Hugging Face folder."""
+    parser = _Parser(f"{PROGRAM} export", description=inspect.getdoc(export))
+    parser.add_argument("checkpoint", help="a checkpoint: a file, or the folder of a sharded one")
+    parser.add_argument("folder", help="where to write what from_pretrained reads")
+    parser.add_argument("--name", help="which model, where the LightningModule holds several")
+    parser.add_argument("--config", help="folder or hub name of a config, for checkpoints of other strategies")
+    parser.add_argument("--processor", help="folder or hub name; default: what the model was loaded from")
+    parser.add_argument("--dtype", help="of the weights, such as bfloat16; default: as in the checkpoint")
+    parser.add_argument("--merge", action="store_true", help="merge adapters into the weights")
+    options = parser.parse_args(arguments)
+    processor = export_checkpoint(**vars(options))
+    rest = "without a processor: give --processor" if processor is None else f"with the processor of {processor}"
+    print(f"wrote {options.folder} {rest}")
+
+
 SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "fit": fit,
     "validate": validate,
     "test": test,
     "predict": predict,
     "check": check,
+    "export": export,
 }
 
 

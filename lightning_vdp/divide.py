@@ -1,5 +1,6 @@
 """Entering models: the hooks and instance patches that divide a model, and taking them out again."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
@@ -15,6 +16,7 @@ from transformers import __version__ as transformers_version
 from lightning_vdp.batches import describe_other_batches, digest_batch
 from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_host_copy, with_call
 from lightning_vdp.checks import describe_bad_input, describe_unreadable
+from lightning_vdp.generation import encoded_in_lockstep, undivided_inputs
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import SEQUENCE_DIM, DividedModel, Facts, Family, Modality, tower_of
@@ -222,7 +224,13 @@ def _divide_model(
     for part in model.loss_models:
         division.method(part, "loss_function", sharded_causal_loss, attribute="_loss_function")
     if model.head is not None:
-        division.method(model.head, "prepare_inputs_for_generation", _prepare_undivided_inputs)
+        begin_generation = functools.partial(_start_generation, start)
+        division.method(
+            model.head, "prepare_inputs_for_generation", functools.partial(undivided_inputs, begin_generation)
+        )
+        if model.family.modalities:
+            encode = functools.partial(encoded_in_lockstep, begin_generation)
+            division.method(model.head, "_maybe_prepare_encoder_kwargs_for_generation", encode)
 
 
 def _begin_call(
@@ -309,6 +317,25 @@ def _start_call(
     )
 
 
+def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> ForwardCall | None:
+    """Tells other replicas what a whole forward encodes; None where ranks need not agree."""
+    mesh, family = entry.mesh, entry.family
+    if not (entry.lockstep and mesh.is_open and mesh.data_parallel_size > 1 and family.modalities):
+        return None
+    header: dict[str, list[int]] = {}
+    error = None
+    try:
+        header = _describe_units(family, config, inputs)[0]
+    except Exception as problem:
+        error = describe_unreadable(problem)
+    headers = exchange_headers(mesh, header, error)
+    headers.wait()
+    device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+    # towers run undivided here
+    settings = dataclasses.replace(entry.settings, vision_data_parallel=False)
+    return ForwardCall(mesh, settings, family, 0, {}, headers, device, whole=True)
+
+
 def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
     own = {name: value for name, value in arguments.items() if name in modality.arguments}
@@ -325,16 +352,8 @@ def _describe_batch(
     entry: _Entry, config: Any, arguments: dict[str, Any]
 ) -> tuple[dict[str, list[int]], dict[str, UnitDraft]]:
     """What other ranks need to know of checked arguments, and the units in them."""
-    facts = entry.family.facts
-    drafts: dict[str, UnitDraft] = {}
-    header: dict[str, list[int]] = {"length": [_sequence(arguments).shape[1]], "modalities": []}
-    for index, modality in enumerate(entry.family.modalities):
-        if arguments.get(modality.pixels) is not None:
-            draft = drafts[modality.name] = list_units(modality, arguments, config, facts)
-            header["modalities"].append(index)
-            header[f"{modality.name}_units"] = list(draft.sizes)
-            if not facts.tiny_unit:
-                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
+    header, drafts = _describe_units(entry.family, config, arguments)
+    header["length"] = [_sequence(arguments).shape[1]]
     shifted = arguments.get("shift_labels")
     labels = arguments.get("labels") if shifted is None else shifted
     if isinstance(labels, Tensor) and arguments.get("labels") is not None:
@@ -342,6 +361,22 @@ def _describe_batch(
         host = host_copy(labels) if entry.settings.loss_tokens == "global" else known_host_copy(labels)
         ignored = arguments.get("ignore_index", IGNORED)
         header["tokens"] = [] if host is None else [count_tokens(host, shifted is not None, ignored)]
+    return header, drafts
+
+
+def _describe_units(
+    family: Family, config: Any, arguments: dict[str, Any]
+) -> tuple[dict[str, list[int]], dict[str, UnitDraft]]:
+    facts = family.facts
+    drafts: dict[str, UnitDraft] = {}
+    header: dict[str, list[int]] = {"modalities": []}
+    for index, modality in enumerate(family.modalities):
+        if arguments.get(modality.pixels) is not None:
+            draft = drafts[modality.name] = list_units(modality, arguments, config, facts)
+            header["modalities"].append(index)
+            header[f"{modality.name}_units"] = list(draft.sizes)
+            if not facts.tiny_unit:
+                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
     return header, drafts
 
 
@@ -408,9 +443,3 @@ def _describe_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         outputs.logits = gather_sequence(outputs.logits, call.shard)
     outputs.sequence_shard = call.shard
     return outputs
-
-
-def _prepare_undivided_inputs(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Stands in for `prepare_inputs_for_generation`: generation runs whole on every rank."""
-    inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
-    return {**inputs, CALL: None}

@@ -13,7 +13,18 @@ from torch import Tensor
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.watch import StepError
 
-__all__ = ["FIELDS", "Header", "PendingHeaders", "StepError", "decode", "encode", "exchange_headers"]
+__all__ = [
+    "FIELDS",
+    "Header",
+    "PendingHeaders",
+    "StepError",
+    "decode",
+    "encode",
+    "exchange_headers",
+    "gather_numbers",
+    "gather_texts",
+    "raise_together",
+]
 
 Header = Mapping[str, Sequence[int]]
 
@@ -91,7 +102,9 @@ class PendingHeaders:
         if self._headers is None:
             with self._mesh.watch.collective("header"):
                 self._headers = self._receive()
-                reasons = self._gather_reasons() if any(header["error"] for header in self._headers) else []
+                reasons = (
+                    gather_texts(self._mesh, self._reason) if any(header["error"] for header in self._headers) else []
+                )
             self._raise_agreed(reasons)
             problem = None if self._agree is None else self._agree(self._headers)
             if problem is not None:
@@ -108,32 +121,61 @@ class PendingHeaders:
             rows = self._buffer.view(self._mesh.world_size, -1).tolist()
         return [decode(row) for row in rows]
 
-    def _gather_reasons(self) -> list[str | None]:
-        """The reasons of all ranks, as text in numbers: nothing that is received is ever unpickled."""
-        mesh = self._mesh
-        text = ("" if self._reason is None else self._reason).encode()[:_REASON]
-        mine = torch.zeros(_REASON, dtype=torch.uint8)
-        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        mine = mine.to(mesh.header_device)
-        everyone = mine.new_empty(mesh.world_size * _REASON)
-        dist.all_gather_single(everyone, mine, group=mesh.header_group)
-        rows = everyone.view(mesh.world_size, -1).cpu().numpy()
-        # a cut may have gone through a character
-        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") or None for row in rows]
-
     @staticmethod
     def _raise_agreed(reasons: list[str | None]) -> None:
         if not reasons:
             return
-        by_reason: dict[str, list[int]] = {}
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                by_reason.setdefault(reason, []).append(rank)
-        lines = [
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
-            for reason, ranks in by_reason.items()
-        ]
-        raise StepError("Refused before the step: " + "; ".join(lines))
+        _raise("Refused before the step", reasons)
+
+
+def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:
+    """One text of each rank of the world or None, by rank; as numbers: nothing that is received is ever unpickled."""
+    text = ("" if own is None else own).encode()[:_REASON]
+    mine = torch.zeros(_REASON, dtype=torch.uint8)
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    mine = mine.to(mesh.header_device)
+    everyone = mine.new_empty(mesh.world_size * _REASON)
+    dist.all_gather_single(everyone, mine, group=mesh.header_group)
+    rows = everyone.view(mesh.world_size, -1).cpu().numpy()
+    # a cut may have gone through a character
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") or None for row in rows]
+
+
+def _raise(what: str, reasons: Sequence[str | None]) -> None:
+    """Raises what ranks found, each reason with its ranks; nothing if nobody found anything."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(rank)
+    lines = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
+        for reason, ranks in by_reason.items()
+    ]
+    if lines:
+        raise StepError(f"{what}: {'; '.join(lines)}")
+
+
+def raise_together(mesh: SequenceMesh, problem: str | None, what: str) -> None:
+    """Raises on every rank of the world what any of them found; all ranks call it.
+
+    Args:
+        mesh: Whose side group is used.
+        problem: What this rank found, as one plain sentence.
+        what: What then did not happen: how the message begins.
+
+    Raises:
+        StepError: If any rank found something; the same on every rank.
+    """
+    if any(gather_numbers(mesh, int(problem is not None))):
+        _raise(what, gather_texts(mesh, problem))
+
+
+def gather_numbers(mesh: SequenceMesh, value: int) -> list[int]:
+    """One whole number of each rank of the world, by rank; all ranks call it."""
+    mine = torch.tensor([value], dtype=torch.int64, device=mesh.header_device)
+    values = mine.new_empty(mesh.world_size)
+    dist.all_gather_single(values, mine, group=mesh.header_group)
+    return list(map(int, values.tolist()))
 
 
 def exchange_headers(

@@ -24,6 +24,7 @@ __all__ = [
     "family_of",
     "find_models",
     "is_block",
+    "plain_name",
     "query_heads",
     "smallest_unit",
     "tower_of",
@@ -237,6 +238,13 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def plain_name(name: str) -> str:
+    """Returns a module's or parameter's name without FSDP's and activation checkpointing's wrappers."""
+    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+        name = name.replace(f".{wrapper}", "").replace(f"{wrapper}.", "")
+    return name
+
+
 def is_block(module: nn.Module) -> bool:
     """Whether gradient checkpointing knows the module: a decoder layer or a block of the vision tower."""
     return isinstance(unwrap(module), GradientCheckpointingLayer)
@@ -323,9 +331,7 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
 def _pretrained(module: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     for name, child in module.named_modules():
         if isinstance(child, PreTrainedModel):
-            for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-                name = name.replace(f".{wrapper}", "").replace(f"{wrapper}.", "")
-            yield name, child
+            yield plain_name(name), child
 
 
 def find_models(module: nn.Module) -> list[DividedModel]:

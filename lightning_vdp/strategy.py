@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,18 +11,30 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardingStrategy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,19 +43,40 @@ from lightning_vdp.batches import suspect_loader
 from lightning_vdp.call import Settings, host_tensors, keep_host_copies, keep_samples, sample
 from lightning_vdp.compatibility import check_overrides
 from lightning_vdp.divide import Division, divide_models
-from lightning_vdp.fsdp.checkpoint import full_state_on_cpu
+from lightning_vdp.export import MODELS_KEY, describe_models
+from lightning_vdp.fetch import AgreedLoader
+from lightning_vdp.fsdp.checkpoint import (
+    frozen_names,
+    full_state_on_cpu,
+    load_sharded_module,
+    loosened,
+    newest,
+    optimizer_state_2,
+    replaced_in_one_step,
+    state_dict_2,
+    write_file,
+    write_shards,
+)
+from lightning_vdp.fsdp.fully_shard import check_arguments, make_shard_mesh, reshard
+from lightning_vdp.fsdp.materialize import fill_from_rank_zero, hash_of
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.fsdp.safety import check_holds_data
-from lightning_vdp.fsdp.wrap import known_root, wrap, wraps_more_than_blocks
+from lightning_vdp.fsdp.wrap import fsdp_parts, known_root, shard_in_place, wrap, wraps_more_than_blocks
+from lightning_vdp.header import gather_numbers, raise_together
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import DividedModel, find_models, query_heads, unwrap
+from lightning_vdp.models import DividedModel, find_models, plain_name, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
+from lightning_vdp.resume import continue_samplers, rescale_progress, unmark
+from lightning_vdp.signals import Sigterm
 from lightning_vdp.watch import StepError
 
 __all__ = ["UlyssesVisionDPStrategy"]
 
 log = logging.getLogger(__name__)
 
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# names under which checkpoints say for how many replicas they count batches, and whether they hold frozen weights
+_REPLICAS, _FROZEN = "data_parallel_size", "frozen_weights"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 # what planning reads on the host
 _HOST_COPIES = frozenset(
@@ -118,7 +151,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             which peers are behind. None switches that off, and with it that ranks which lost another one say why.
         shard_frozen_tower: Whether FSDP divides the weights of a vision tower without trainable parameters. False keeps
             a whole one on every rank, which then needs no collectives and no dummy images.
-        fsdp_version: Version of torch's FSDP: 1.
+        fsdp_version: Version of torch's FSDP: 1, or 2 (`fully_shard`), which takes mixed dtypes in a block, as adapters have.
+        save_frozen_weights: Whether checkpoints hold weights that are not trained. False saves adapters alone, and a run
+            that resumes must begin with the same frozen weights.
         **kwargs: Every argument of :class:`lightning.pytorch.strategies.FSDPStrategy`. Without an `auto_wrap_policy`,
             each block that gradient checkpointing knows is wrapped, those of the vision tower too.
 
@@ -144,7 +179,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         check_batches_every_n_steps: int = 50,
         hang_warning_s: float | None = 120.0,
         shard_frozen_tower: bool = True,
-        fsdp_version: Literal[1] = 1,
+        fsdp_version: Literal[1, 2] = 1,
+        save_frozen_weights: bool = True,
         **kwargs: Any,
     ) -> None:
         _check_choice("vision_assignment", vision_assignment, ("balanced", "contiguous"))
@@ -152,7 +188,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         _check_choice("vision_exchange", vision_exchange, ("routed", "gather"))
         _check_choice("logits", logits, ("shard", "whole"))
         _check_choice("loss_tokens", loss_tokens, ("replica", "global"))
-        _check_choice("fsdp_version", fsdp_version, (1,))
+        _check_choice("fsdp_version", fsdp_version, (1, 2))
         _check_number(
             "check_batches_every_n_steps", check_batches_every_n_steps, int, "a whole number, or 0 for never", 0
         )
@@ -160,6 +196,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             _check_number("hang_warning_s", hang_warning_s, (int, float), "a number of seconds above 0, or None", 1e-3)
         super().__init__(**kwargs)
         self._hang_warning_s = hang_warning_s
+        self._fsdp_version = fsdp_version
+        self._save_frozen_weights = save_frozen_weights
+        if fsdp_version == 2:
+            check_arguments({**self.kwargs, "sharding_strategy": self.sharding_strategy})
         self._requested_sizes = (sequence_parallel_size, data_parallel_size)
         self._settings = Settings(
             vision_data_parallel=vision_data_parallel,
@@ -176,6 +216,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         self._fsdp_mesh_sizes: tuple[int, ...] | None = None
         self._mesh: SequenceMesh | None = None
         self._division = Division()
+        self._sigterm: Sigterm | None = None
+        self._entered: list[str] = []
+        self._root_hooks: list[Callable[[], None]] = []
+        self._continued: list[Any] = []
 
     # ---- sizes, ranks and groups
 
@@ -193,7 +237,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """What FSDP replicates and shards over, if it is a mesh; None: it shards over the world."""
+        """What FSDP replicates and shards over, if it is a mesh; None: FSDP1 shards over the world."""
         mesh = self.kwargs.get("device_mesh")
         return mesh if isinstance(mesh, DeviceMesh) else None
 
@@ -257,6 +301,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             del self.kwargs["device_mesh"]
             self._fsdp_mesh_sizes = replication
         super().setup_environment()
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            # Lightning's launcher does so in the process that starts the others only
+            _set_num_threads_if_needed(self.num_processes)
         # who refuses something next must not leave while others still connect
         self.barrier()
         self._setup_mesh()
@@ -288,20 +335,34 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                     "processes."
                 )
             self._refuse_one_shard(sizes[1])
-            self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, sizes)
+            self.kwargs["device_mesh"] = self._hybrid_mesh(sizes)
         elif self.fsdp_mesh is not None:
             self._refuse_one_shard(self.fsdp_mesh.size(-1))
         elif self.sharding_strategy in _HYBRID and self._on_cpu:
             raise ValueError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
+        elif self._fsdp_version == 2:
+            sizes = (self.world_size // self.num_processes, self.num_processes)
+            hybrid = self.sharding_strategy in _HYBRID
+            self.kwargs["device_mesh"] = (
+                self._hybrid_mesh(sizes) if hybrid else make_shard_mesh(self.root_device.type, self.world_size)
+            )
         else:
             # FSDP then shards over the devices of a node
             self._refuse_one_shard(self.num_processes)
+        if self.fsdp_mesh is not None and (self.fsdp_mesh.ndim == 2) != (self.sharding_strategy in _HYBRID):
+            raise ValueError(
+                f"`device_mesh` has {self.fsdp_mesh.ndim} axes and `sharding_strategy` is {self.sharding_strategy.name}, but "
+                "two axes (replicas, shards) belong to hybrid sharding and one to the others; change one of the two arguments."
+            )
+
+    def _hybrid_mesh(self, sizes: tuple[int, ...]) -> DeviceMesh:
+        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
     def _refuse_one_shard(self, shards: int) -> None:
-        if self.sharding_strategy in _HYBRID and shards == 1:
+        if self.sharding_strategy in _HYBRID and shards == 1 and self._fsdp_version == 1:
             raise ValueError(
                 "Hybrid sharding over a shard size of 1 does not reduce gradients in FSDP1; give `device_mesh` a second size "
-                "of 2 or more, or use sharding_strategy='NO_SHARD'."
+                "of 2 or more, or set `fsdp_version=2`."
             )
 
     @property
@@ -315,7 +376,24 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
         self.mesh.suspicion = max(self.mesh.suspicion, suspect_loader(dataloader, self.data_parallel_size))
-        return super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        return AgreedLoader(
+            super().process_dataloader(dataloader),
+            self.mesh,
+            until_last=bool(self.lightning_module.trainer.predicting),
+            is_stopped=lambda: self._sigterm is not None and self._sigterm.noted,
+        )
+
+    def _is_repeated(self, *indices: Any) -> bool:
+        """Whether a batch to predict is one that this rank repeats because other ranks have more."""
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.predict_loop
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        loader = loaders[indices[1] if len(indices) > 1 else 0] if loaders else None
+        if not isinstance(loader, AgreedLoader) or loader.own is None:
+            return False
+        # a step that does not take the index: where lengths are known, nothing is fetched in advance
+        return indices[0] >= loader.own if indices else sized_len(loader) is not None
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -336,10 +414,17 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         # refuses before anything is changed
         known_root(self.model, self._remembered_arguments)
         self._division = divide_models(models, self.mesh, self._settings, self._whole_towers)
+        self._check_trainer(trainer)
+        self._sigterm = Sigterm(trainer)
         super().setup(trainer)
         self._check_wrapped(models)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_manual_optimization()
+        if self._fsdp_version == 2:
+            self._enter_root()
         if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
             self.precision_plugin.fsdp_root = self.model
+            self.precision_plugin.compute_device = self.root_device
         if divided:
             self.mesh.watch.locate = partial(_locate, trainer)
             if self._hang_warning_s is not None:
@@ -351,6 +436,36 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 f"{self.strategy_name}: {size} ranks share each batch; batches per optimizer step: "
                 f"{replicas * accumulate}, was {world * accumulate} under fsdp; "
                 f"accumulate_grad_batches={size * accumulate} keeps it."
+            )
+
+    def _check_trainer(self, trainer: "pl.Trainer") -> None:
+        """Refuses what does not work with weights that FSDP has divided, before anything is wrapped."""
+        if self.cpu_offload is not None and self.cpu_offload.offload_params and self._on_cpu:
+            raise ValueError(
+                "`cpu_offload` moves weights between a CUDA device and the host, but the ranks run on the CPU; leave it out."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} averages whole weights, of which each rank holds a part only; average "
+                    "`self.parameters()` in the LightningModule, which are this rank's parts, or leave the callback out."
+                )
+        assert self.model is not None
+        dtypes = {value.dtype for value in self.model.parameters() if value.requires_grad and value.is_floating_point()}
+        low = dtypes & {torch.bfloat16, torch.float16}
+        if "mixed" in str(self.precision_plugin.precision) and low and trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"Weights to be trained are in {', '.join(map(str, low))}, so that {self.precision_plugin.precision!r} has no "
+                "float32 master weights, and small updates are lost; load the model with `dtype=torch.float32`."
+            )
+
+    def _check_manual_optimization(self) -> None:
+        assert self.lightning_module is not None
+        root: Any = self.model
+        if self._fsdp_version == 1 and not self.lightning_module.automatic_optimization and root._has_params:
+            raise ValueError(
+                "Manual optimization runs backward inside `training_step`, where FSDP1 still holds the root's weights "
+                "gathered; set `fsdp_version=2`, or automatic optimization."
             )
 
     def _whole_tower(self, model: DividedModel) -> nn.Module:
@@ -383,11 +498,15 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @property
     def _remembered_arguments(self) -> dict[str, Any]:
         """What later runs of the same module must not change."""
-        return {**self._fsdp_arguments, "activation_checkpointing_policy": bool(self._activation_checkpointing_kwargs)}
+        return {
+            **self._fsdp_arguments,
+            "activation_checkpointing_policy": bool(self._activation_checkpointing_kwargs),
+            "fsdp_version": self._fsdp_version,
+        }
 
     def _check_wrapped(self, models: list[DividedModel]) -> None:
         assert self.model is not None
-        parts = FullyShardedDataParallel.fsdp_modules(self.model)
+        parts = fsdp_parts(self.model)
         for model in models if len(self._division) else []:
             if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
                 raise ValueError(
@@ -412,7 +531,18 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         root = known_root(model, self._remembered_arguments)
         if root is not None:
             return root
-        root = wrap(model, self._fsdp_arguments, self._remembered_arguments)
+        absent = self._check_meta(model)
+        if self._fsdp_version == 2:
+            return self._shard_model(model, absent)
+        try:
+            root = wrap(model, self._fsdp_arguments, self._remembered_arguments)
+        except ValueError as error:
+            if "uniform dtype" not in str(error):
+                raise
+            raise ValueError(
+                f"FSDP1 cannot hold weights of several dtypes in one block ({error}), as adapters in float32 on a bfloat16 "
+                "model are; set `fsdp_version=2`, or give all weights one dtype."
+            ) from error
         # what else Lightning does to a model it finds wrapped; it would drop the policy, which other modules need
         policy = self.kwargs.pop("auto_wrap_policy", None)
         try:
@@ -421,9 +551,94 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             if policy is not None:
                 self.kwargs["auto_wrap_policy"] = policy
 
+    def _check_meta(self, model: nn.Module) -> bool:
+        """Whether some ranks have weights on the meta device, to be filled with rank 0's."""
+        absent = any(value.is_meta for value in model.parameters())
+        if self.kwargs.get("param_init_fn") is not None:
+            return False
+        signature = [(plain_name(name), value.shape, value.dtype) for name, value in model.named_parameters()]
+        seen = gather_numbers(self.mesh, int(absent))
+        if not any(seen):
+            return False
+        problem = None
+        if seen[0]:
+            problem = "rank 0 has weights on the meta device; load them there with `from_pretrained`"
+        elif len(set(gather_numbers(self.mesh, hash_of(signature)))) > 1:
+            problem = (
+                "ranks have other names, shapes or dtypes of weights than rank 0; give `from_pretrained` and `from_config` the "
+                "same config and `dtype`"
+            )
+        elif self._fsdp_version == 1:
+            problem = (
+                "FSDP1 fills weights on the meta device only with `param_init_fn` and `sync_module_states`; set "
+                "`fsdp_version=2`, which needs neither"
+            )
+        if problem is not None:
+            raise ValueError(f"{type(model).__name__} cannot be set up: {problem}.")
+        return True
+
+    def _shard_model(self, model: nn.Module, absent: bool) -> nn.Module:
+        mesh = self.fsdp_mesh
+        assert mesh is not None
+        shard_in_place(
+            model,
+            self._fsdp_arguments,
+            self._remembered_arguments,
+            mesh,
+            self._activation_checkpointing_kwargs,
+            fill=partial(fill_from_rank_zero, self.root_device, self.global_rank)
+            if absent or self.kwargs.get("sync_module_states")
+            else None,
+        )
+        if not (self.cpu_offload and self.cpu_offload.offload_params):
+            # what is not sharded: buffers and metrics
+            model.to(self.root_device)
+        return model
+
+    def _enter_root(self) -> None:
+        """Lets the root of FSDP2, which is the LightningModule itself, gather its weights for the steps of the Trainer."""
+        assert self.lightning_module is not None
+        for name in _STEPS:
+            if is_overridden(name, self.lightning_module):
+                register_fsdp_forward_method(self.lightning_module, name)
+                self._entered.append(name)
+        if not self.lightning_module.automatic_optimization:
+            root: Any = self.lightning_module
+            # a backward within `training_step` frees the root's weights, which a second forward there needs
+            hooks = [child.register_forward_pre_hook(lambda *_: root.unshard()) for child in root.children()]
+            self._root_hooks = [hook.remove for hook in hooks]
+
+    def _leave_root(self) -> None:
+        while self._entered:
+            vars(self.lightning_module).pop(self._entered.pop(), None)
+        while self._root_hooks:
+            self._root_hooks.pop()()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        # after evaluation the root's weights are still whole, and would not be seen to change
+        if self._fsdp_version == 2 and self.model is not None:
+            reshard(fsdp_parts(self.model))
+
+    @override
+    def on_validation_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._reshard()
+
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
+        if self._fsdp_version == 2:
+            # `fully_shard` needs no context
+            yield
+            return
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._fsdp_arguments):
             yield
 
@@ -457,7 +672,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.mesh.watch.step("predict_step"):
-            return super().predict_step(*args, **kwargs)
+            predictions = super().predict_step(*args, **kwargs)
+        return None if self._is_repeated(*args[1:], *kwargs.values()) else predictions
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -480,47 +696,124 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def teardown(self) -> None:
         self._division.undo()
+        self._leave_root()
+        if self._sigterm is not None:
+            self._sigterm.restore()
         if self._mesh is not None:
             self._mesh.close()
         super().teardown()
 
     # ---- checkpoints
 
+    @property
+    def _full(self) -> bool:
+        return self._state_dict_type == "full"
+
     def _full_state(self) -> AbstractContextManager[None] | None:
-        """What whole state dicts on the CPU need instead of Lightning's way; None if Lightning's serves."""
-        if self._state_dict_type != "full" or not self._on_cpu:
+        """What whole state dicts of FSDP1 on the CPU need instead of Lightning's way; None if Lightning's serves."""
+        if not self._full or not self._on_cpu:
             return None
         assert self.model is not None
         return full_state_on_cpu(self.model)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is not False:
-            check_holds_data(Path(self.broadcast(checkpoint_path)))
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        weights = self._state_dict()
+        if self._save_frozen_weights:
+            return weights
+        assert self.lightning_module is not None
+        frozen = frozen_names(self.lightning_module)
+        return {name: value for name, value in weights.items() if name not in frozen}
+
+    def _state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        if self._fsdp_version == 2:
+            return state_dict_2(self.model, self._full)
         context = self._full_state()
         if context is None:
             return super().lightning_module_state_dict()
-        assert self.model is not None
         with context:
             return self.model.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        context = self._full_state()
-        if context is None:
-            return super().optimizer_state(optimizer)
         assert self.model is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if self._fsdp_version == 2:
+            return optimizer_state_2(self.model, optimizer, self._full, self.is_global_zero)
+        context = self._full_state()
+        if context is None:
+            return super().optimizer_state(optimizer)
         with context:
             state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
             if self.is_global_zero:
                 state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
             return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        checkpoint[_REPLICAS] = self.data_parallel_size
+        checkpoint[_FROZEN] = self._save_frozen_weights
+        checkpoint[MODELS_KEY] = describe_models(self.lightning_module)
+        filepath = self.broadcast(filepath)
+        own_io = type(self.checkpoint_io) is not TorchCheckpointIO
+        if storage_options is not None or "://" in str(filepath) or (self._full and own_io):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(filepath)
+        if path.is_dir() and not _is_sharded_checkpoint(path):
+            raise IsADirectoryError(
+                f"There is a folder at {path} that is no checkpoint; give the checkpoint another name."
+            )
+        with replaced_in_one_step(path, self.is_global_zero, self.barrier) as part:
+            problem = None
+            try:
+                if not self._full:
+                    write_shards(checkpoint, part, self.is_global_zero)
+                elif self.is_global_zero:
+                    write_file(checkpoint, part)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            raise_together(
+                self.mesh, problem, f"The checkpoint {path} could not be written, and what was there is left"
+            )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = newest(Path(self.broadcast(checkpoint_path)))
+        if weights_only is not False:
+            check_holds_data(path)
+        with loosened(self.lightning_module, enabled=not self._save_frozen_weights):
+            return self._load_checkpoint(path, weights_only)
+
+    def _load_checkpoint(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        # Lightning's way of loading shards needs all of them
+        partial_shards = not self._save_frozen_weights and _is_sharded_checkpoint(path)
+        if self._fsdp_version == 2 or partial_shards:
+            optimizers = self.optimizers if fitting else []
+            checkpoint = load_sharded_module(
+                path, self.model, optimizers, self.lightning_module.strict_loading, weights_only
+            )
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        replicas = checkpoint.get(_REPLICAS, self.data_parallel_size)
+        if fitting and replicas != self.data_parallel_size:
+            rescale_progress(checkpoint["loops"], replicas, self.data_parallel_size)
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._continued = continue_samplers(self.lightning_module.trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        unmark(self._continued)
 
     # ---- registration
 

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 pytest_plugins = ["lightning_vdp.testing.plugin"]
 # forked ranks inherit this process: threads of its own would be missing in them
 torch.set_num_threads(1)
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Cases that run with -m slow."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(autouse=True)

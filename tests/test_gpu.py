@@ -53,7 +53,9 @@ def _fit(devices: int, cuda: bool, precision: str, strategy: dict[str, Any]) -> 
 
 
 @needs[2]
-@pytest.mark.parametrize("strategy", [{}, {"vision_exchange": "gather"}, {"vision_data_parallel": False}], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [{}, {"fsdp_version": 2}, {"vision_exchange": "gather"}, {"vision_data_parallel": False}], ids=str
+)
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 0.05)])
 def test_two_devices_train_like_one_process_on_the_cpu(
     precision: str, tolerance: float, strategy: dict[str, Any]

@@ -168,7 +168,7 @@ def test_failed_setup_leaves_nothing_behind() -> None:
 # ---- one module through several runs
 
 
-def _several_runs(alone: bool, policy: bool) -> tuple[dict[str, Tensor], list[float]]:
+def _several_runs(alone: bool, policy: bool, version: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     arguments: dict[str, Any] = {"devices": 1, "precision": "64-true"}
     module = ParityModule(tiny_model(FAMILY))
 
@@ -179,7 +179,7 @@ def _several_runs(alone: bool, policy: bool) -> tuple[dict[str, Tensor], list[fl
                 devices=2,
                 precision=None,
                 plugins=[UlyssesVisionDPPrecision("64-true")],
-                strategy=strategy(activation_checkpointing_policy={nn.Embedding}, **blocks),
+                strategy=strategy(activation_checkpointing_policy={nn.Embedding}, fsdp_version=version, **blocks),
             )
         return quiet_trainer(**arguments)
 
@@ -196,10 +196,10 @@ def _several_runs(alone: bool, policy: bool) -> tuple[dict[str, Tensor], list[fl
     return whole_parameters(second.strategy.model), losses
 
 
-@pytest.mark.parametrize("policy", [False, True], ids=["default policy", "own policy"])
-def test_fit_validate_fit_and_a_new_trainer_on_one_module(policy: bool) -> None:
+@pytest.mark.parametrize(("policy", "version"), [(False, 1), (True, 1), (False, 2)])
+def test_fit_validate_fit_and_a_new_trainer_on_one_module(policy: bool, version: int) -> None:
     ((truth, losses),) = run_ranks(_several_runs, 1, True, policy)
-    for parameters, own_losses in run_ranks(_several_runs, 2, False, policy):
+    for parameters, own_losses in run_ranks(_several_runs, 2, False, policy, version):
         assert own_losses == pytest.approx(losses, rel=1e-6)
         for name, value in truth.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-9, atol=1e-12, msg=name)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_gradient_norm", "gradient_norm"]
 
@@ -24,20 +25,33 @@ def gradient_norm(root: nn.Module, parameters: Iterable[nn.Parameter]) -> Tensor
         A scalar, the same on every rank.
     """
     parameters = list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # from the parameters, which every rank knows alike: a rank may hold no part of some gradient
     wide = any(parameter.dtype == torch.float64 for parameter in parameters)
     dtype = torch.float64 if wide else torch.float32
-    sharded = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD
+    group = _shard_group(root, parameters)
     # not that of the gradients, which may be offloaded
-    device = getattr(root, "compute_device", None) or next(root.parameters()).device
+    device = getattr(root, "compute_device", None) or getattr(root, "device", None) or next(root.parameters()).device
     squares = torch.zeros((), dtype=dtype, device=device)
     if gradients:
         norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
         squares = torch.linalg.vector_norm(torch.stack(norms)).square().to(device)
-    if sharded:
-        dist.all_reduce(squares, group=root.process_group)
+    if group is not None:
+        dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_group(root: nn.Module, parameters: list[nn.Parameter]) -> dist.ProcessGroup | None:
+    """The ranks that hold the parts of one gradient together; None if each holds it whole."""
+    if isinstance(root, FullyShardedDataParallel):
+        return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
+    mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
+    return None if mesh is None else mesh.get_group(mesh.ndim - 1)
 
 
 def clip_gradient_norm(root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -54,5 +68,6 @@ def clip_gradient_norm(root: nn.Module, parameters: Iterable[nn.Parameter], max_
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+            part = local(parameter.grad)
+            part.mul_(factor.to(part.device, part.dtype))
     return norm

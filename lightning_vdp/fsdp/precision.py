@@ -43,6 +43,8 @@ class UlyssesVisionDPPrecision(FSDPPrecision):
             super().__init__(precision)
             self.scaler = scaler or self.scaler
         self.fsdp_root: nn.Module | None = None
+        # not that of the parameters, which may be offloaded
+        self.compute_device = torch.device("cuda")
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -69,9 +71,9 @@ class UlyssesVisionDPPrecision(FSDPPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if "mixed" not in self.precision:
             return _DtypeContextManager(self._desired_input_dtype)
-        # not that of the parameters, which may be offloaded
-        device = getattr(self.fsdp_root, "compute_device", torch.device("cuda"))
-        return torch.autocast(device.type, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+        return torch.autocast(
+            self.compute_device.type, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        )
 
     @override
     def convert_input(self, data: Any) -> Any:

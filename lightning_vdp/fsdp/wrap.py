@@ -1,14 +1,17 @@
 """Handing a LightningModule to FSDP: the one seam behind which versions of FSDP differ."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from lightning_vdp.fsdp.fully_shard import shard, sharded_parts
 from lightning_vdp.models import is_block, unwrap
 
-__all__ = ["WrappedRoot", "known_root", "wrap", "wraps_more_than_blocks"]
+__all__ = ["WrappedRoot", "fsdp_parts", "known_root", "shard_in_place", "wrap", "wraps_more_than_blocks"]
 
 _ROOT = "_vdp_fsdp_root"
 _PART = "_vdp_fsdp_part"
@@ -61,7 +64,7 @@ def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None
             f"{name} was wrapped by FSDP in an earlier run with other values of "
             f"{', '.join(f'`{argument}`' for argument in changed)}, which cannot be changed afterwards; build the module anew."
         )
-    if any(part.training_state.name != "IDLE" for part in FullyShardedDataParallel.fsdp_modules(known.root)):
+    if not all(_is_idle(part) for part in fsdp_parts(known.root)):
         raise ValueError(
             f"An earlier run of {name} stopped in the middle of a step, which leaves its weights gathered in part; build the "
             "module anew and continue from a checkpoint."
@@ -86,13 +89,48 @@ def wrap(module: nn.Module, arguments: dict[str, Any], remembered: dict[str, Any
         policy = None
     parts = list(module.children())
     root = FullyShardedDataParallel(module, **{**arguments, "auto_wrap_policy": policy})
+    _remember(module, parts, root, remembered)
+    return root
+
+
+def shard_in_place(
+    module: nn.Module,
+    arguments: dict[str, Any],
+    remembered: dict[str, Any],
+    mesh: DeviceMesh,
+    checkpointing: dict[str, Any],
+    fill: Callable[[nn.Module, set[int]], None] | None = None,
+) -> None:
+    """Does with FSDP2 what `wrap` does with FSDP1; the module itself becomes the root.
+
+    Args:
+        module: See `wrap`.
+        arguments: See `wrap`.
+        remembered: See `wrap`.
+        mesh: What to shard over.
+        checkpointing: Arguments of Lightning's activation checkpointing.
+        fill: See `shard`.
+    """
+    shard(module, arguments, mesh, checkpointing, fill)
+    _remember(module, list(module.children()), module, remembered)
+
+
+def _remember(module: nn.Module, parts: list[nn.Module], root: nn.Module, remembered: dict[str, Any]) -> None:
     vars(module)[_ROOT] = WrappedRoot(root, remembered)
     for part in parts:
         vars(part)[_PART] = True
-    return root
+
+
+def fsdp_parts(root: nn.Module) -> list[nn.Module]:
+    """Modules of a tree whose weights FSDP of either version gathers on their own, the root among them."""
+    return sharded_parts(root) or list(FullyShardedDataParallel.fsdp_modules(root))
+
+
+def _is_idle(part: nn.Module) -> bool:
+    state: Any = part._get_fsdp_state()._training_state if isinstance(part, FSDPModule) else part.training_state
+    return bool(state.name == "IDLE")
 
 
 def wraps_more_than_blocks(root: nn.Module) -> bool:
     """Whether FSDP gathers weights of other modules than blocks on their own, such as an embedding's."""
-    parts = FullyShardedDataParallel.fsdp_modules(root)
-    return any(not is_block(part) for part in parts if unwrap(part) is not unwrap(root))
+    return any(not is_block(part) for part in fsdp_parts(root) if unwrap(part) is not unwrap(root))

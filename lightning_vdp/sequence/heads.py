@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_vdp.collectives import all_to_all
+from lightning_vdp.regions import ATTENTION_EXCHANGE, region
 from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
 
 __all__ = ["HeadSplit", "head_split", "runs", "to_heads", "to_sequence"]
@@ -58,6 +59,7 @@ def _run(heads: range, x_BHTD: Tensor) -> Tensor:
     return x_BHTD.narrow(1, heads.start, len(heads)).transpose(0, 1)
 
 
+@region(ATTENTION_EXCHANGE)
 def to_heads(
     tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], shard: SequenceShard, phase: str = "layer"
 ) -> list[Tensor]:
@@ -94,6 +96,7 @@ def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceSh
     return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
 
 
+@region(ATTENTION_EXCHANGE)
 def to_sequence(x_BSHD: Tensor, heads: Sequence[int], shard: SequenceShard, phase: str = "layer") -> Tensor:
     """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
     batch, _, own, width = x_BSHD.shape

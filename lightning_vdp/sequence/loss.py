@@ -9,6 +9,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import all_reduce
+from lightning_vdp.regions import LOSS, region
 from lightning_vdp.sequence.shards import shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED, by_chunks, shift
 
@@ -20,6 +21,7 @@ def count_tokens(labels: Tensor, shifted: bool = False, ignore_index: int = IGNO
     return int(((labels if shifted else labels[..., 1:]) != ignore_index).sum())
 
 
+@region(LOSS)
 def sharded_causal_loss(
     self: nn.Module,
     logits: Tensor,

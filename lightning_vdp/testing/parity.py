@@ -10,10 +10,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vdp.fsdp.gradients import gradient_norm
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
+from lightning_vdp.models import plain_name
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.testing.float64 import PromoteFloat32
 from lightning_vdp.testing.processes import run_ranks
@@ -79,12 +81,6 @@ class FitRecord:
     notes: Any = None
 
 
-def _clean(name: str) -> str:
-    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
-
-
 @contextmanager
 def _whole(root: nn.Module, with_grads: bool = False) -> Iterator[None]:
     if not isinstance(root, FullyShardedDataParallel):
@@ -100,10 +96,14 @@ def _whole(root: nn.Module, with_grads: bool = False) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
+def _whole_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_parameters(root: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters of a module that FSDP may have divided, under their plain names; call it on all ranks."""
     with _whole(root):
-        return {_clean(name): parameter.detach().clone() for name, parameter in root.named_parameters()}
+        return {plain_name(name): _whole_tensor(value.detach()).clone() for name, value in root.named_parameters()}
 
 
 class GradientRecorder(Callback):
@@ -124,14 +124,14 @@ class GradientRecorder(Callback):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.record.norms.append(float(gradient_norm(root, parameters)))
         with _whole(root, with_grads=True):
-            if trainer.is_global_zero:
-                self.record.gradients.append(
-                    {
-                        _clean(name): torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-                        for name, parameter in root.named_parameters()
-                        if parameter.requires_grad
-                    }
-                )
+            # every rank makes DTensors whole
+            gradients = {
+                plain_name(name): _whole_tensor(torch.zeros_like(value) if value.grad is None else value.grad).clone()
+                for name, value in root.named_parameters()
+                if value.requires_grad
+            }
+        if trainer.is_global_zero:
+            self.record.gradients.append(gradients)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert trainer.strategy.model is not None

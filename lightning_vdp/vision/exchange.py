@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_vdp.collectives import all_gather
+from lightning_vdp.regions import EXCHANGE, region
 from lightning_vdp.vision.routes import Routes
 from lightning_vdp.vision.units import UnitPlan
 from lightning_vdp.watch import Mark, unmarked
@@ -16,6 +17,7 @@ from lightning_vdp.watch import Mark, unmarked
 __all__ = ["gather_features", "received_rows", "route_features"]
 
 
+@region(EXCHANGE)
 def gather_features(
     levels: Sequence[Tensor], plan: UnitPlan, group: dist.ProcessGroup, mark: Mark = unmarked
 ) -> list[list[Tensor]]:
@@ -42,6 +44,7 @@ def gather_features(
     return result
 
 
+@region(EXCHANGE)
 def route_features(
     levels: Sequence[Tensor], routes: Routes, group: dist.ProcessGroup, mark: Mark = unmarked
 ) -> list[list[Tensor]]:

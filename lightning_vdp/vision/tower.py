@@ -15,6 +15,7 @@ from lightning_vdp.checks import count_placeholders
 from lightning_vdp.header import StepError, exchange_headers
 from lightning_vdp.models import Facts, Modality, smallest_unit
 from lightning_vdp.randomness import OwnRandomness
+from lightning_vdp.regions import TOWER, region
 from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
@@ -33,6 +34,11 @@ def divided_features(modality: Modality) -> Callable[..., Any]:
 def _own(base: nn.Module, modality: Modality) -> Callable[..., Any]:
     """The model's own method, under the stand-in on the instance."""
     return functools.partial(getattr(type(base), modality.features), base)
+
+
+@region(TOWER)
+def _run(own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    return own(**arguments)
 
 
 def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +64,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         # without the call: a model may encode videos by way of its method for images
         plain = {name: arguments[name].view_as(arguments[name]) for name in modality.carriers(facts)}
         with call.mesh.watch.phase(f"tower ({modality.name}s)"):
-            outputs = own(**{**arguments, **plain})
+            outputs = _run(own, {**arguments, **plain})
         if not facts.merged_rows:
             _agree_on_rows(call, modality, [_levels(outputs)[0].shape[0]] if call.shard.rank == 0 else [])
         watch.stop()
@@ -67,7 +73,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     owned = plan.owned(call.shard.rank)
     with _tower(call, modality):
         if owned:
-            outputs = own(**select_units(arguments, owned, plan, modality, facts))
+            outputs = _run(own, select_units(arguments, owned, plan, modality, facts))
             levels = _levels(outputs)
         else:
             outputs, levels = _dummy(own, call, modality, arguments)
@@ -232,7 +238,7 @@ def _dummy(
     else:
         unit = build_unit(_description(call, modality), modality, call.device)
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-    outputs = own(**{**plain, **unit, "return_dict": True})
+    outputs = _run(own, {**plain, **unit, "return_dict": True})
     return outputs, [level[:0] for level in _levels(outputs)]
 
 
@@ -253,7 +259,7 @@ def _description(call: ForwardCall, modality: Modality) -> list[int]:
     )
 
 
-def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None:
+def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: bool = True) -> None:
     """Runs a dummy for each modality that other ranks of the world encode and this rank's batch lacks.
 
     Towers hold FSDP collectives, so all ranks run them equally often and in one order.
@@ -261,6 +267,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
     Args:
         call: The forward.
         before: Stop in front of this modality. Default: run all that are left.
+        agree: Whether ranks that run a tower tell its rows, for which all take part.
     """
     while call.pending and call.pending[0] != before:
         modality = call.pending.pop(0)
@@ -269,7 +276,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None) -> None
             with _tower(call, modality):
                 _, levels = _dummy(_own(call.base, modality), call, modality, {})
             call.loose_ends += [level for level in levels if level.requires_grad]
-        if not call.family.facts.merged_rows:
+        if agree and not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])
 
 

@@ -1,0 +1,104 @@
+"""Continuing in the middle of an epoch: each sample once, also when the number of replicas changed."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["continue_samplers", "rescale_progress", "unmark"]
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+def rescale_progress(loops: dict[str, Any], old_replicas: int, new_replicas: int) -> None:
+    """Counts the batches of a checkpoint's running epoch in batches of another number of replicas, in place.
+
+    Args:
+        loops: What the checkpoint holds about loops.
+        old_replicas: Replicas that the checkpoint was made with.
+        new_replicas: Replicas that continue.
+
+    Raises:
+        ValueError: If the samples seen are no whole number of batches of so many replicas.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    for counters in (progress["current"], progress["total"]):
+        batches = counters["ready"] * old_replicas
+        if batches % new_replicas and counters is progress["current"] and not progress["is_last_batch"]:
+            raise ValueError(
+                f"The checkpoint was made after {counters['ready']} batches of each of {old_replicas} replicas, which "
+                f"{new_replicas} replicas cannot have seen evenly; continue with a number of replicas that divides {batches}, "
+                "or from a checkpoint made at the end of an epoch."
+            )
+        ready = -(-batches // new_replicas)
+        counters.update({name: ready - (counters["ready"] - counters[name]) for name in _COUNTERS})
+
+
+class _Rest:
+    """Yields what a sampler has left after some samples, and takes itself out again."""
+
+    def __init__(self, owner: BatchSampler, sampler: DistributedSampler[Any], seen: int, epoch: int) -> None:
+        self._owner, self._sampler, self._seen, self._epoch = owner, sampler, seen, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._owner.sampler = self._sampler
+        # the Trainer sets the epoch only after workers have begun to read
+        self._sampler.set_epoch(self._epoch)
+        return islice(iter(self._sampler), self._seen, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+
+def continue_samplers(trainer: "pl.Trainer") -> list[DataLoader[Any]]:
+    """Lets data loaders whose sampler the Trainer made go on where the checkpoint of a fit was made.
+
+    Other data loaders are left to Lightning, which continues those that have `state_dict` and `load_state_dict`, and warns
+    of others.
+
+    Args:
+        trainer: At the start of training.
+
+    Returns:
+        The loaders, marked as resumable for Lightning until `unmark`.
+    """
+    loop = trainer.fit_loop
+    seen = _batches_seen(loop.epoch_loop)
+    if not loop.restarting or not 0 < seen < trainer.num_training_batches:
+        return []
+    continued: list[DataLoader[Any]] = []
+    epoch = cast(Any, loop.epoch_progress.current).processed
+    assert loop._combined_loader is not None
+    for loader in loop._combined_loader.flattened:
+        batches: Any = getattr(loader, "batch_sampler", None)
+        known = isinstance(getattr(loader, "loader", loader), DataLoader) and type(batches) is BatchSampler
+        if not known or hasattr(loader, "load_state_dict") or not isinstance(batches.sampler, DistributedSampler):
+            continue
+        rest = _Rest(batches, batches.sampler, seen * batches.batch_size, epoch)
+        batches.sampler = rest
+        # Lightning would warn that it is not
+        vars(loader).update(state_dict=dict, load_state_dict=lambda state: None)
+        continued.append(loader)
+    # the Trainer's own iterator may have begun to read already
+    assert loop._data_fetcher is not None
+    iter(loop._data_fetcher)
+    return continued
+
+
+def unmark(loaders: list[DataLoader[Any]]) -> None:
+    """Undoes the mark of `continue_samplers`, which a later checkpoint must not see."""
+    while loaders:
+        loader = vars(loaders.pop())
+        del loader["state_dict"], loader["load_state_dict"]
+
+
+def _batches_seen(loop: Any) -> int:
+    progress = loop.batch_progress
+    # made in a hook at the end of a batch, which the counter of completed batches has not reached yet
+    return int(progress.current.completed + loop.restarted_on_train_batch_end)
