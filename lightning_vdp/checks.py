@@ -228,10 +228,11 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     if foreign:
         return f"`{foreign[0]}` describes all {modality.name}s at once and cannot be divided; leave it out"
     grid = arguments[modality.grid]
-    if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] not in (2, 3):
+    sides = ("time", "height", "width") if modality.grid.endswith("thw") else ("height", "width")
+    if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] != len(sides):
         return (
-            f"`{modality.grid}` has shape {list(grid.shape)} and dtype {grid.dtype}, but must hold whole numbers (time, "
-            f"height, width) for each {modality.name}; pass what the processor returned"
+            f"`{modality.grid}` has shape {list(grid.shape)} and dtype {grid.dtype}, but must hold whole numbers "
+            f"({', '.join(sides)}) for each {modality.name}; pass what the processor returned"
         )
     grids = grids_of(arguments, modality)
     if not grids:

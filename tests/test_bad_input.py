@@ -215,7 +215,7 @@ STEPS: dict[str, tuple[Callable[[Batch], None], str]] = {
     ),
     "a grid of two columns": (
         _set("image_grid_thw", lambda grid: grid[:, :2]),
-        "image 0 has a grid of 1 x 1 x 4 patches, but its height and width must be positive multiples of 2",
+        "`image_grid_thw` has shape [3, 2] and dtype torch.int64, but must hold whole numbers (time, height, width)",
     ),
     "ids without a batch": (_set("input_ids", lambda ids: ids[0]), "the input cannot be read"),
     "pixels in a list": (
