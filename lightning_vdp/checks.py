@@ -15,6 +15,7 @@ from lightning_vdp.sequence.tokens import IGNORED
 __all__ = ["count_placeholders", "describe_bad_input", "describe_unreadable", "grids_of"]
 
 _WHOLE_ONLY = ("output_hidden_states", "output_attentions", "use_cache")
+_SOUND = ("input_features", "input_values", "feature_attention_mask", "audio_")
 _PER_POSITION = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
 
 
@@ -24,6 +25,11 @@ def grids_of(arguments: Mapping[str, Any], modality: Modality) -> list[list[int]
     if arguments.get(modality.pixels) is None or grid is None:
         return []
     return [[1, *row][-3:] for row in host_copy(grid).long().tolist()]
+
+
+def counts_of(counts: Any) -> list[int]:
+    """Whole numbers of an argument that counts something for each unit, a tensor or a list."""
+    return host_copy(counts).flatten().tolist() if isinstance(counts, Tensor) else [int(count) for count in counts]
 
 
 def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
@@ -73,6 +79,9 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
             f"the sequence has {length} positions, fewer than the {ranks} ranks of its group; pad the batch or lower "
             "`sequence_parallel_size`"
         )
+    sound = next((name for name, value in arguments.items() if value is not None and name.startswith(_SOUND)), None)
+    if sound is not None:
+        return f"`{sound}` is there, but sound is not divided; leave it out, or set `sequence_parallel_size=1`"
     return (
         _describe_requests(arguments, config)
         or _describe_types(arguments, config)
@@ -213,6 +222,12 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
         )
     if pixels.dtype in (torch.uint8, torch.int32, torch.int64):
         return f"`{modality.pixels}` holds whole numbers, which nobody has normalized; pass what the processor returned"
+    counts = None if modality.counts is None else arguments.get(modality.counts)
+    if counts is not None and (min(counts_of(counts), default=0) < 1 or sum(counts_of(counts)) != pixels.shape[0]):
+        return (
+            f"`{modality.counts}` is {counts_of(counts)}, but must count the {pixels.shape[0]} rows of `{modality.pixels}`, "
+            "one or more for each entry; leave samples without pixels out of it"
+        )
     name = modality.name
     nothing = f"`{modality.pixels}` is there but holds no {name}; leave it out of batches without {name}s"
     vision = getattr(config, "vision_config", None)

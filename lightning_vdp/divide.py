@@ -193,7 +193,8 @@ def _divide_model(
     division: Division, model: DividedModel, mesh: SequenceMesh, settings: Settings, lockstep: bool
 ) -> None:
     first = FirstBatch(expected=settings.verify_first_batch)
-    norms = tuple(model.batch_norms) if settings.vision_data_parallel else ()
+    # without Vision DP, replicas that lack images still run dummies through them
+    norms = tuple(model.batch_norms) if settings.vision_data_parallel or mesh.data_parallel_size > 1 else ()
     start = _Entry(mesh, settings, model.family, lockstep, first, carries_state(model.layers), norms)
     for entry in model.entries:
         begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
@@ -338,7 +339,7 @@ def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> For
 
 def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
-    own = {name: value for name, value in arguments.items() if name in modality.arguments}
+    own = {name: _on_host(value) for name, value in arguments.items() if name in modality.arguments}
     smallest = min(range(len(draft.sizes)), key=draft.sizes.__getitem__)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
@@ -380,6 +381,14 @@ def _describe_units(
     return header, drafts
 
 
+def _on_host(value: Any) -> Any:
+    """Whole numbers from their host copy, so that describing them does not wait for the device."""
+    if not isinstance(value, Tensor) or value.is_floating_point():
+        return value
+    known = known_host_copy(value)
+    return value if known is None else known
+
+
 def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Runs the first batch whole and divided and compares.
 
@@ -387,9 +396,15 @@ def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[
         StepError: If they differ by more than rounding on any rank; the same on every rank.
     """
     mesh = entry.mesh
-    short = shorten(arguments, entry.family, module.config, mesh.sequence_parallel_size)
+    short, problem = None, None
+    try:
+        short = shorten(arguments, entry.family, module.config, mesh.sequence_parallel_size)
+    except Exception as failure:
+        # no rank may raise alone
+        problem = describe_unreadable(failure)
     # every rank of the world runs the same forwards, whatever batch it holds
-    if any(header["length"] for header in exchange_headers(mesh, {"length": [1] if short is None else []}).wait()):
+    uncut = {"length": [1] if short is None else []}
+    if any(header["length"] for header in exchange_headers(mesh, uncut, problem).wait()):
         return
     assert short is not None
     results: list[Tensor] = []

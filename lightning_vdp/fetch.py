@@ -80,13 +80,13 @@ class AgreedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.loader)
+        iterator: Iterator[Any] | None = None
         self.own = None
         last: Any = None
         for number in count():
             state, fetched = _END, None
             if self.own is None:
-                state, fetched = _next(iterator)
+                iterator, state, fetched = _next(iterator, self.loader)
             states = gather_numbers(self._mesh, _STOPPED if self._is_stopped() else state)
             if _STOPPED in states:
                 raise SIGTERMException
@@ -129,13 +129,15 @@ class AgreedLoader:
         return last
 
 
-def _next(iterator: Iterator[Any]) -> tuple[int, Any]:
+def _next(iterator: Iterator[Any] | None, loader: Any) -> tuple[Iterator[Any] | None, int, Any]:
+    """The next batch, or why there is none; begins where nothing has begun, which may fail like any other fetch."""
     try:
-        return _BATCH, next(iterator)
+        iterator = iter(loader) if iterator is None else iterator
+        return iterator, _BATCH, next(iterator)
     except StopIteration:
-        return _END, None
+        return iterator, _END, None
     except Exception as error:
-        return _BROKEN, error
+        return iterator, _BROKEN, error
 
 
 def _ranks(ranks: list[int]) -> str:

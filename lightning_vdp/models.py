@@ -199,7 +199,7 @@ LANGUAGE_MODEL = Family()
 
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 _GRID = re.compile("grid_t?hw$|^target_sizes")
-_COUNTS = re.compile("^num_.*_per_(image|video)$")
+_COUNTS = re.compile("^num_.*_per_(image|video)$|^batch_num_images$|^images_per_sample$")
 _FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 
 

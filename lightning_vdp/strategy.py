@@ -90,6 +90,9 @@ _HOST_COPIES = frozenset(
         "image_sizes",
         "image_merge_sizes",
         "video_merge_sizes",
+        "image_grid_hw",
+        "target_sizes_videos",
+        "batch_num_images",
         "num_frames_per_video",
         "num_local_patches",
         "target_sizes",
@@ -512,6 +515,11 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 raise ValueError(
                     f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
                     "`outputs.sequence_shard`; wrap its blocks, as without a policy."
+                )
+            if model.decoder is model.base and model.family.modalities and wraps_more_than_blocks(self.model):
+                raise ValueError(
+                    f"{type(model.base).__name__} merges features inside its decoder, where replicas without images would "
+                    "gather the weights of other modules than blocks in another order; use no `auto_wrap_policy`."
                 )
             inside = {
                 id(child) for part in (model.tower, model.decoder) if part is not None for child in part.modules()

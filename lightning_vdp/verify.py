@@ -46,7 +46,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def shorten(
     arguments: Mapping[str, Any], family: Family, config: Any, ranks: int, limit: int = LIMIT
 ) -> dict[str, Any] | None:
-    """Cuts a forward's checked arguments to one row of at most `limit` positions with whole images.
+    """Cuts a forward's checked arguments to one row of at most `limit` positions with whole images, or without any where
+    rows of features are measured.
 
     Args:
         arguments: By name; without what only the loss needs they are returned as they are if they are short enough.
@@ -65,9 +66,11 @@ def shorten(
         return arguments
     if ids is None or "mm_encoder_outputs" in arguments:
         return None
-    if not family.facts.merged_rows and any(modality.pixels in arguments for modality in family.modalities):
-        # which features a cut would keep shows only when the tower has run
-        return arguments
+    if any(name.startswith("cu_seq_lens") for name in arguments):
+        return None
+    if not family.facts.merged_rows:
+        arguments = _without_vision(arguments, family, config)
+        ids = arguments["input_ids"]
     host = host_copy(ids)
     mask = arguments.get("attention_mask")
     if mask is None:
@@ -85,6 +88,17 @@ def shorten(
     if length < ranks:
         return None
     return _cut(arguments, family, columns[:length].to(ids.device), ids.shape, kept)
+
+
+def _without_vision(arguments: Mapping[str, Any], family: Family, config: Any) -> dict[str, Any]:
+    """Words alone, where which features a cut would keep shows only when the tower has run."""
+    vision = {"mm_token_type_ids", *(name for modality in family.modalities for name in modality.arguments)}
+    words = {name: value for name, value in arguments.items() if name not in vision}
+    for modality in family.modalities:
+        token = modality.token(config)
+        if token is not None:
+            words["input_ids"] = words["input_ids"].masked_fill(words["input_ids"] == token, 0)
+    return words
 
 
 def _whole_units(arguments: Mapping[str, Any], modality: Modality, config: Any, row: Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
 from lightning_vdp.check.build import tiny_config, tiny_model
 from lightning_vdp.check.inputs import make_batch
-from lightning_vdp.models import REFUSED, Modality, find_models
+from lightning_vdp.models import REFUSED, Modality, family_of, find_models
 from lightning_vdp.testing import (
     Batches,
     ParityModule,
@@ -20,6 +20,7 @@ from lightning_vdp.testing import (
     quiet_trainer,
     run_ranks,
 )
+from lightning_vdp.verify import shorten
 from lightning_vdp.vision.load import VisionLoad
 from lightning_vdp.vision.selection import build_unit, describe_unit
 
@@ -82,6 +83,59 @@ def test_words_on_one_replica_beside_images_on_the_other(family: str) -> None:
     # the replica without images runs one like the smallest of the other's
     alternating = [words(batch) if index % 2 else batch for index, batch in enumerate(images(family, 4))]
     assert_parity(partial(make_module, family), alternating, world_size=4, sequence_parallel_size=2)
+
+
+def _samples_of_several_images(seed: int) -> Batch:
+    """Two samples in a row, one with two images: their number decides how an image is cut into tiles."""
+    model = make_module("llava_onevision").model.eval()
+    with PromoteFloat32(), torch.no_grad():
+        batch = make_batch(model, seed=seed)
+        batch["batch_num_images"] = torch.tensor([2, 1])
+        names = ("pixel_values", "image_sizes", "batch_num_images")
+        features = model.model.get_image_features(**{name: batch[name] for name in names}).pooler_output
+    token = model.config.image_token_id
+    ids = [7, 8, 9]
+    for part in features:
+        ids += [token] * len(part) + [7, 9]
+    batch["input_ids"] = torch.tensor([ids])
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] == token, -100)
+    return batch
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_samples_of_several_images_stay_together(size: int) -> None:
+    batches = [_samples_of_several_images(seed) for seed in range(2)]
+    module = partial(make_module, "llava_onevision")
+    assert_parity(module, batches, world_size=size, sequence_parallel_size=size)
+
+
+def test_a_sample_without_images_is_refused_alike() -> None:
+    batch = _samples_of_several_images(0)
+    batch["batch_num_images"] = torch.tensor([3, 0])
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_fit_and_watch, 2, "llava_onevision", batch, 2)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "`batch_num_images` is [3, 0], but must count" in caught.value.failures[0]
+
+
+def test_sound_is_refused_alike() -> None:
+    batch = {**images("gemma3", 1)[0], "input_features": torch.zeros(1, 4)}
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_fit_and_watch, 2, "gemma3", batch, 2)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "sound is not divided" in caught.value.failures[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_a_long_first_batch_is_cut_to_words(family: str) -> None:
+    batch = images(family, 1, rows=2)[0]
+    base = make_module(family).model.model
+    short = shorten(batch, family_of(base), base.config, 2, limit=20)
+    assert short is not None
+    assert short["input_ids"].shape == (1, 20)
+    assert "pixel_values" not in short
+    assert not (short["input_ids"] == base.config.image_token_id).any()
 
 
 def _fit_and_watch(family: str, batch: Batch, size: int) -> list[tuple[int, tuple[int, ...], int]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call import CALL, ForwardCall
-from lightning_vdp.sequence.heads import head_split, to_heads, to_sequence
+from lightning_vdp.sequence.heads import head_split, pick_heads, to_heads, to_sequence
 
 __all__ = ["attention_dispatcher", "ulysses_attention", "unmixed"]
 
@@ -74,8 +74,7 @@ def ulysses_attention(
     mine = splits[shard.rank]
     groups = mine.groups
     if groups is None:
-        reads = list(mine.reads)
-        key, value, groups = key[:, reads], value[:, reads], 1
+        key, value, groups = pick_heads(key, mine.reads, 1), pick_heads(value, mine.reads, 1), 1
     own_heads = slice(mine.query.start, mine.query.stop)
     # what an attention function reads off the module, as it is for this rank's heads
     changed: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from lightning_vdp.collectives import all_to_all
 from lightning_vdp.regions import ATTENTION_EXCHANGE, region
 from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
 
-__all__ = ["HeadSplit", "head_split", "runs", "to_heads", "to_sequence"]
+__all__ = ["HeadSplit", "head_split", "pick_heads", "runs", "to_heads", "to_sequence"]
 
 
 def runs(count: int, ranks: int) -> list[range]:
@@ -53,6 +53,11 @@ def head_split(query_heads: int, key_value_heads: int, ranks: int) -> tuple[Head
         key_value = range(query[0] // group, query[-1] // group + 1)
         splits.append(HeadSplit(query, key_value, tuple(head // group - key_value[0] for head in query)))
     return tuple(splits)
+
+
+def pick_heads(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """Heads in the given order, as often as they are named; joined on the device, since an index list would be copied there."""
+    return torch.cat([x.narrow(dim, head, 1) for head in heads], dim)
 
 
 def _run(heads: range, x_BHTD: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
 from lightning_vdp.call import CALL, ForwardCall
-from lightning_vdp.sequence.heads import head_split, runs, to_heads, to_sequence
+from lightning_vdp.sequence.heads import head_split, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 
 __all__ = ["carries_state", "divided_mixer", "gathered_mixer", "token_mixers"]
@@ -57,7 +57,7 @@ def _by_head(
     exchanged = [x.transpose(1, 2) for x in to_heads([x.transpose(1, 2) for x in tensors], heads, call.shard)]
     mine = splits[call.shard.rank]
     if mine.groups is None:
-        exchanged[:2] = [x[:, :, list(mine.reads)] for x in exchanged[:2]]
+        exchanged[:2] = [pick_heads(x, mine.reads, 2) for x in exchanged[:2]]
     query, key, value, g, beta = (
         x.squeeze(-1) if before.dim() == 3 else x for x, before in zip(exchanged, (query, key, value, g, beta))
     )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vdp.call import ForwardCall, Settings, host_copy
-from lightning_vdp.checks import grids_of
+from lightning_vdp.checks import counts_of, grids_of
 from lightning_vdp.models import Facts, Modality
 from lightning_vdp.vision.assignment import assign
 from lightning_vdp.vision.cost import patches, tower_cost
@@ -43,8 +43,8 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, fa
         config: The model's config.
         facts: Facts about the model type.
     """
-    if modality.counts is not None and isinstance(arguments.get(modality.counts), Tensor):
-        return UnitDraft(tuple(host_copy(arguments[modality.counts]).flatten().tolist()), None)
+    if modality.counts is not None and arguments.get(modality.counts) is not None:
+        return UnitDraft(tuple(counts_of(arguments[modality.counts])), None)
     if modality.grid is None:
         return UnitDraft((1,) * arguments[modality.pixels].shape[: facts.unit_dims].numel(), None)
     grids = grids_of(arguments, modality)

@@ -1,5 +1,6 @@
 """Picking units out of the arguments of a features method, and describing one to ranks that have none."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_vdp.call import host_copy
+from lightning_vdp.checks import counts_of
 from lightning_vdp.models import Facts, Modality
 from lightning_vdp.vision.units import UnitPlan
 
@@ -15,6 +17,8 @@ __all__ = ["build_unit", "describe_unit", "select_units"]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 # integers that say something (sizes, counts) are few; the many are masks
 _FEW = 32
+# lists that say something of each unit, among others that name layers
+_PER_UNIT = re.compile("(sizes|grids?|patches|images|sample)$|^num_")
 
 
 def select_units(
@@ -40,14 +44,12 @@ def select_units(
         if plan.frames:
             return selected
     for name, value in arguments.items():
-        if isinstance(value, (list, tuple)) and len(value) == count:
+        if isinstance(value, (list, tuple)) and len(value) == count and _PER_UNIT.search(name):
             selected[name] = [value[unit] for unit in units]
         if not isinstance(value, Tensor) or name in (modality.pixels, modality.grid):
             continue
         if name in facts.ragged:
-            counts = arguments[facts.ragged[name]]
-            counts = host_copy(counts).flatten().tolist() if isinstance(counts, Tensor) else list(counts)
-            selected[name] = _pick(value, units, counts)
+            selected[name] = _pick(value, units, counts_of(arguments[facts.ragged[name]]))
         elif modality.counts not in (None, name) and value.shape[:1].numel() == sum(plan.sizes):
             selected[name] = _pick(value, units, plan.sizes)
         elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:

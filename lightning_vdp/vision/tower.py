@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -161,8 +162,14 @@ def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
     if facts.listed:
         if isinstance(features, Tensor) and features.dim() > 2 and len(features) == len(sizes):
             return [features.shape[1:-1].numel()] * len(sizes)
-        if not isinstance(features, Tensor) and len(features) == len(sizes):
-            return [unit.shape[:-1].numel() for unit in features]
+        if not isinstance(features, Tensor):
+            rows = [unit.shape[:-1].numel() for unit in features]
+            if len(rows) == len(sizes):
+                return rows
+            if len(rows) == sum(sizes):
+                # a unit is a sample with several images
+                ends = list(itertools.accumulate(sizes, initial=0))
+                return [sum(rows[start:end]) for start, end in itertools.pairwise(ends)]
         if isinstance(features, Tensor) and len(set(sizes)) == 1 and features.shape[:-1].numel() % len(sizes) == 0:
             return [features.shape[:-1].numel() // len(sizes)] * len(sizes)
         if isinstance(features, Tensor):
