@@ -172,3 +172,13 @@ def test_the_innermost_method_is_found() -> None:
     model = tiny_model(small("llava"))
     assert vision_base(model) is model.model
     assert vision_base(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.slow
+def test_four_ranks_find_a_head_each() -> None:
+    heads = {}
+    for model_type in MODEL_TYPES:
+        text = small(model_type).get_text_config()
+        # Pix2Struct and UDOP name theirs otherwise
+        heads[model_type] = getattr(text, "num_attention_heads", 4)
+    assert {model_type: count for model_type, count in heads.items() if count < 4} == {}
