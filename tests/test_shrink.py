@@ -185,4 +185,6 @@ def test_four_ranks_find_a_head_each() -> None:
             # heads differ between layers, or the class has another name for them
             continue
     assert len(heads) > 80
-    assert {model_type: count for model_type, count in heads.items() if count < 4} == {}
+    # encoder-decoders, which are refused
+    few = {"florence2", "pix2struct", "pp_formulanet", "udop"}
+    assert {model_type for model_type, count in heads.items() if count < 4} <= few
