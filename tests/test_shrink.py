@@ -172,3 +172,19 @@ def test_the_innermost_method_is_found() -> None:
     model = tiny_model(small("llava"))
     assert vision_base(model) is model.model
     assert vision_base(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.slow
+def test_four_ranks_find_a_head_each() -> None:
+    heads = {}
+    for model_type in MODEL_TYPES:
+        try:
+            text = small(model_type).get_text_config(decoder=True)
+            heads[model_type] = text.num_attention_heads
+        except Exception:
+            # heads differ between layers, or the class has another name for them
+            continue
+    assert len(heads) > 80
+    # encoder-decoders, which are refused
+    few = {"florence2", "pix2struct", "pp_formulanet", "udop"}
+    assert {model_type for model_type, count in heads.items() if count < 4} <= few

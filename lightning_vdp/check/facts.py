@@ -89,6 +89,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "text_config.moe_intermediate_size": 32,
     },
     "dots3_note": {
+        # some layers have half as many
+        "text_config.num_attention_heads": 8,
+        "text_config.num_key_value_heads": 8,
+        "text_config.per_layer_config.02.num_attention_heads": 4,
+        "text_config.per_layer_config.02.num_key_value_heads": 4,
         "text_config.head_dim": 64,
         "text_config.qk_nope_head_dim": 32,
         "text_config.per_layer_config.02.qk_nope_head_dim": 48,

@@ -138,7 +138,7 @@ _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "en
 
 
 def _text(config: Mapping[str, Any]) -> bool:
-    return "vocab_size" in config and ("num_hidden_layers" in config or "layers" in config)
+    return "vocab_size" in config and not {"num_hidden_layers", "layers", "layers_block_type"}.isdisjoint(config)
 
 
 def _chosen_layers(config: Mapping[str, Any], depth: int) -> list[int]:
