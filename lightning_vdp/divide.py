@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -32,8 +32,8 @@ from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sh
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
 from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
-from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units
-from lightning_vdp.vision.selection import describe_unit, select_units
+from lightning_vdp.vision.planning import UnitDraft, assign_units, describe_idle_owner, list_units
+from lightning_vdp.vision.selection import describe_unit, select_units, smallest_of
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 from lightning_vdp.vision.units import UnitPlan
 
@@ -287,6 +287,7 @@ def _start_call(
     if error is None:
         try:
             header, drafts = _describe_batch(entry, config, arguments)
+            error = _describe_idle_owner(entry, config, arguments, drafts)
             every = settings.check_batches_every_n_steps
             if whole is None and every and step % every == 0:
                 header |= {"digest": digest_batch(arguments, family), "loader": [mesh.suspicion]}
@@ -340,7 +341,7 @@ def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> For
 def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
     own = {name: _on_host(value) for name, value in arguments.items() if name in modality.arguments}
-    smallest = min(range(len(draft.sizes)), key=draft.sizes.__getitem__)
+    smallest = smallest_of(draft.sizes, own, facts)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
 
@@ -379,6 +380,21 @@ def _describe_units(
             if not facts.tiny_unit:
                 header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
     return header, drafts
+
+
+def _describe_idle_owner(
+    entry: _Entry, config: Any, arguments: dict[str, Any], drafts: Mapping[str, UnitDraft]
+) -> str | None:
+    facts, mesh = entry.family.facts, entry.mesh
+    if not (facts.ragged or facts.unit_dims > 1) or not entry.settings.vision_data_parallel:
+        return None
+    for modality in entry.family.modalities:
+        if modality.name in drafts:
+            plan = assign_units(drafts[modality.name], facts, config, entry.settings, mesh.sequence_parallel_size)
+            problem = describe_idle_owner(modality, arguments, plan, facts, config, mesh.data_parallel_size)
+            if problem is not None:
+                return problem
+    return None
 
 
 def _on_host(value: Any) -> Any:

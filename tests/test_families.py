@@ -119,6 +119,15 @@ def test_a_sample_without_images_is_refused_alike() -> None:
     assert "`batch_num_images` is [3, 0], but must count" in caught.value.failures[0]
 
 
+@pytest.mark.parametrize(("family", "rows"), [("idefics3", 2), ("step3p7", 1)])
+def test_ranks_with_padding_or_images_without_tiles_alone_are_refused_alike(family: str, rows: int) -> None:
+    # step3p7: of three images on four ranks the second has no tiles; idefics3: the second row has an empty image
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_fit_and_watch, 4, family, images(family, 1, rows)[0], 4)
+    assert len(set(caught.value.failures.values())) == 1
+    assert "alone, which are padding or have no tiles" in caught.value.failures[0]
+
+
 def test_sound_is_refused_alike() -> None:
     batch = {**images("gemma3", 1)[0], "input_features": torch.zeros(1, 4)}
     with pytest.raises(RankFailed) as caught:

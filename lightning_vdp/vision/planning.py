@@ -14,7 +14,7 @@ from lightning_vdp.vision.cost import patches, tower_cost
 from lightning_vdp.vision.routes import Routes, plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
 
-__all__ = ["UnitDraft", "assign_units", "list_units", "route_units"]
+__all__ = ["UnitDraft", "assign_units", "describe_idle_owner", "list_units", "route_units"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,47 @@ def assign_units(draft: UnitDraft, facts: Facts, config: Any, settings: Settings
         costs = draft.sizes if cost is None else tuple(cost(draft.grids))
     owners = tuple(assign(costs, ranks, settings.vision_assignment if facts.listed else "contiguous"))
     return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
+
+
+def describe_idle_owner(
+    modality: Modality, arguments: Mapping[str, Any], plan: UnitPlan, facts: Facts, config: Any, replicas: int
+) -> str | None:
+    """Looks for ranks that would run the tower less often than others, since all they own is padding or has no tiles.
+
+    Args:
+        modality: The modality.
+        arguments: The forward's arguments by name, checked.
+        plan: Its units.
+        facts: Facts about the model type.
+        config: The model's config.
+        replicas: Number of replicas, which must run towers alike.
+
+    Returns:
+        What is wrong and what to do, or None.
+    """
+    working: set[int] | None = None
+    for name, counts in facts.ragged.items():
+        if arguments.get(name) is not None:
+            working = {unit for unit, count in enumerate(counts_of(arguments[counts])) if count}
+        elif replicas > 1:
+            working = set()
+    ids = arguments.get("input_ids")
+    if facts.unit_dims > 1 and isinstance(ids, Tensor) and ids.shape[0] > 1:
+        # rows are padded with empty images behind their own
+        token, per_row = modality.token(config), len(plan.sizes) // ids.shape[0]
+        rows = range(ids.shape[0]) if token is None else host_copy(ids).eq(token).any(1).nonzero().flatten().tolist()
+        working = {row * per_row for row in rows}
+    if working is None:
+        return None
+    for rank in range(plan.ranks):
+        owned = plan.owned(rank)
+        if owned and not working.intersection(owned):
+            return (
+                f"rank {rank} of its group would get {modality.name}s {owned} alone, which are padding or have no tiles, so "
+                "that it would run the tower less often than others; put more of them into a batch, or lower "
+                "`sequence_parallel_size`"
+            )
+    return None
 
 
 def route_units(modality: Modality, ids: Tensor, config: Any, call: ForwardCall) -> Routes:

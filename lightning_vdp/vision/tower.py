@@ -21,7 +21,7 @@ from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
 from lightning_vdp.vision.planning import route_units
-from lightning_vdp.vision.selection import build_unit, select_units
+from lightning_vdp.vision.selection import build_unit, select_units, smallest_of
 from lightning_vdp.vision.units import UnitPlan
 
 __all__ = ["divided_features", "restricted_placeholders", "run_absent_towers"]
@@ -240,7 +240,7 @@ def _dummy(
         unit = _tiny_unit(call, modality)
     elif modality.pixels in arguments:
         plan = call.plans[modality.name]
-        smallest = min(range(len(plan.sizes)), key=plan.costs.__getitem__)
+        smallest = smallest_of(plan.costs, arguments, facts)
         unit = select_units(arguments, [smallest], plan, modality, facts)
     else:
         unit = build_unit(_description(call, modality), modality, call.device)
