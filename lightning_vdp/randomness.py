@@ -27,19 +27,13 @@ class OwnRandomness:
         device: Where the batch is.
     """
 
-    __slots__ = ("_before", "_device", "_entered", "_salt", "_start")
+    __slots__ = ("_before", "_device", "_salt", "_start")
 
     def __init__(self, place: str, rank: int, device: torch.device) -> None:
         self._salt = f"{place}/{rank}".encode()
         self._device = device
         self._before: Tensor | None = None
         self._start: Tensor | None = None
-        self._entered = False
-
-    def enter_once(self) -> None:
-        """Enters, unless it was entered before: a recompute in backward has the state of its forward, and no end."""
-        if not self._entered:
-            self.__enter__()
 
     @property
     def _generator(self) -> torch.Generator | None:
@@ -52,7 +46,6 @@ class OwnRandomness:
 
     def __enter__(self) -> "OwnRandomness":
         generator = self._generator
-        self._entered = True
         if generator is not None:
             # on the host for every device
             self._before = generator.get_state()

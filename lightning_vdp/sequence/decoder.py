@@ -65,7 +65,7 @@ def shard_layer_inputs(
     if cut_dim is not None:
         args = (shard_sequence(args[0], call.shard, cut_dim), *args[1:])
         # from here to the decoder's end ranks hold different positions
-        call.randomness.enter_once()
+        call.randomness.__enter__()
     kwargs = dict(kwargs)
     tables = kwargs.get("position_embeddings")
     if tables is not None:
