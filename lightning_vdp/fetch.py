@@ -87,7 +87,9 @@ class AgreedLoader:
             state, fetched = _END, None
             if self.own is None:
                 iterator, state, fetched = _next(iterator, self.loader)
-            states = gather_numbers(self._mesh, _STOPPED if self._is_stopped() else state)
+            # a rank that failed since its last step is missed here first
+            with self._mesh.watch.step("fetch"):
+                states = gather_numbers(self._mesh, _STOPPED if self._is_stopped() else state)
             if _STOPPED in states:
                 raise SIGTERMException
             if _BROKEN in states:

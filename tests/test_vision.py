@@ -589,7 +589,12 @@ def _random_batch(family: str, draw: random.Random, seed: int) -> dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("family", "steps"), [("qwen3_vl", 100), pytest.param("qwen2_5_vl", 100, marks=pytest.mark.slow)]
+    ("family", "steps"),
+    [
+        ("qwen3_vl", 40),
+        pytest.param("qwen3_vl", 200, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", 200, marks=pytest.mark.slow),
+    ],
 )
 def test_random_batches_on_two_replicas_of_two_ranks(family: str, steps: int) -> None:
     draw = random.Random(family)
