@@ -16,6 +16,7 @@ Arguments = dict[str, Any]
 # sides of three images, in merged patches: no two alike, and their sum is odd
 _SIDES = ((2, 2), (3, 4), (2, 3))
 _WORDS = range(3, 100)
+_IMAGES = 3
 # marks places of features where the config names no token for them
 _NO_TOKEN = -2
 
@@ -399,7 +400,11 @@ def make_batch(model: nn.Module, seed: int = 0, text: int = 7, rows: int = 1) ->
             raise NoInput(f"{type(base.config).__name__} names no image token")
         token = _NO_TOKEN
     arguments = dict(pixels.arguments)
-    counts = [pixels.rows] if rows == 1 else [pixels.rows[:2], pixels.rows[2:]]
+    per_image = pixels.rows
+    if len(per_image) == 1 and per_image[0] % _IMAGES == 0:
+        # told in sum, of images that are alike
+        per_image = (per_image[0] // _IMAGES,) * _IMAGES
+    counts = [per_image] if rows == 1 else [per_image[:2], per_image[2:]]
     if rows == 2:
         _spread(arguments)
     draw = torch.Generator().manual_seed(seed)
