@@ -32,8 +32,8 @@ from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sh
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
 from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
-from lightning_vdp.vision.planning import UnitDraft, assign_units, describe_idle_owner, list_units
-from lightning_vdp.vision.selection import describe_unit, select_units, smallest_of
+from lightning_vdp.vision.planning import UnitDraft, assign_units, describe_nothing_to_encode, list_units, working_units
+from lightning_vdp.vision.selection import describe_unit, select_units
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 from lightning_vdp.vision.units import UnitPlan
 
@@ -287,7 +287,7 @@ def _start_call(
     if error is None:
         try:
             header, drafts = _describe_batch(entry, config, arguments)
-            error = _describe_idle_owner(entry, config, arguments, drafts)
+            error = _describe_nothing_to_encode(entry, config, arguments, drafts)
             every = settings.check_batches_every_n_steps
             if whole is None and every and step % every == 0:
                 header |= {"digest": digest_batch(arguments, family), "loader": [mesh.suspicion]}
@@ -338,10 +338,13 @@ def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> For
     return ForwardCall(mesh, settings, family, 0, {}, headers, device, whole=True)
 
 
-def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
+def _describe_smallest(
+    modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts, config: Any
+) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
     own = {name: _on_host(value) for name, value in arguments.items() if name in modality.arguments}
-    smallest = smallest_of(draft.sizes, own, facts)
+    units = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
+    smallest = min(units or range(len(draft.sizes)), key=draft.sizes.__getitem__)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
 
@@ -378,20 +381,17 @@ def _describe_units(
             header["modalities"].append(index)
             header[f"{modality.name}_units"] = list(draft.sizes)
             if not facts.tiny_unit:
-                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
+                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts, config)
     return header, drafts
 
 
-def _describe_idle_owner(
+def _describe_nothing_to_encode(
     entry: _Entry, config: Any, arguments: dict[str, Any], drafts: Mapping[str, UnitDraft]
 ) -> str | None:
-    facts, mesh = entry.family.facts, entry.mesh
-    if not (facts.ragged or facts.unit_dims > 1) or not entry.settings.vision_data_parallel:
-        return None
-    for modality in entry.family.modalities:
+    facts, replicas = entry.family.facts, entry.mesh.data_parallel_size
+    for modality in entry.family.modalities if entry.settings.vision_data_parallel else ():
         if modality.name in drafts:
-            plan = assign_units(drafts[modality.name], facts, config, entry.settings, mesh.sequence_parallel_size)
-            problem = describe_idle_owner(modality, arguments, plan, facts, config, mesh.data_parallel_size)
+            problem = describe_nothing_to_encode(modality, arguments, drafts[modality.name], facts, config, replicas)
             if problem is not None:
                 return problem
     return None

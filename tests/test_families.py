@@ -119,13 +119,20 @@ def test_a_sample_without_images_is_refused_alike() -> None:
     assert "`batch_num_images` is [3, 0], but must count" in caught.value.failures[0]
 
 
-@pytest.mark.parametrize(("family", "rows"), [("idefics3", 2), ("step3p7", 1)])
-def test_ranks_with_padding_or_images_without_tiles_alone_are_refused_alike(family: str, rows: int) -> None:
-    # step3p7: of three images on four ranks the second has no tiles; idefics3: the second row has an empty image
+@pytest.mark.parametrize(("family", "rows"), [("idefics3", 2), ("step3p7", 1), ("smolvlm", 2)])
+def test_ranks_with_padding_or_images_without_tiles_encode_one_beside(family: str, rows: int) -> None:
+    # step3p7: of three images on four ranks the second has no tiles; the others: the second row has an empty image
+    assert_parity(partial(make_module, family), images(family, 1, rows), world_size=4, sequence_parallel_size=4)
+
+
+def test_a_batch_without_tiles_is_refused_alike() -> None:
+    batch = images("step3p7", 1)[0]
+    batch["num_local_patches"] = [0, 0, 0]
+    batch["pixel_values_local"] = batch["pixel_values_local"][:0]
     with pytest.raises(RankFailed) as caught:
-        run_ranks(_fit_and_watch, 4, family, images(family, 1, rows)[0], 4)
+        run_ranks(_fit_and_watch, 2, "step3p7", batch, 2)
     assert len(set(caught.value.failures.values())) == 1
-    assert "alone, which are padding or have no tiles" in caught.value.failures[0]
+    assert "no image of the batch has tiles or is more than padding" in caught.value.failures[0]
 
 
 def test_sound_is_refused_alike() -> None:

@@ -14,7 +14,7 @@ from lightning_vdp.vision.cost import patches, tower_cost
 from lightning_vdp.vision.routes import Routes, plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
 
-__all__ = ["UnitDraft", "assign_units", "describe_idle_owner", "list_units", "route_units"]
+__all__ = ["UnitDraft", "assign_units", "describe_nothing_to_encode", "list_units", "route_units", "working_units"]
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,45 @@ def assign_units(draft: UnitDraft, facts: Facts, config: Any, settings: Settings
     return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
 
 
-def describe_idle_owner(
-    modality: Modality, arguments: Mapping[str, Any], plan: UnitPlan, facts: Facts, config: Any, replicas: int
+def working_units(
+    modality: Modality, arguments: Mapping[str, Any], ids: Tensor | None, units: int, facts: Facts, config: Any
+) -> list[int] | None:
+    """Units that make the tower do all it does for others: neither padding of a row nor images without tiles.
+
+    A rank that encodes none of them encodes one beside its own, so that all ranks run the tower equally often.
+
+    Args:
+        modality: The modality.
+        arguments: Of the forward or of the features method, by name; checked.
+        ids: Input ids of the batch, shape ``[B, S]``.
+        units: Number of units.
+        facts: Facts about the model type.
+        config: The model's config.
+
+    Returns:
+        The units in order, or None if all are alike.
+    """
+    for name, counts in facts.ragged.items():
+        if arguments.get(name) is not None:
+            return [unit for unit, count in enumerate(counts_of(arguments[counts])) if count]
+    if facts.unit_dims == 1 or ids is None or ids.shape[0] == 1:
+        return None
+    # rows are padded with empty images behind their own
+    token, per_row = modality.token(config), units // ids.shape[0]
+    if token is None:
+        return None
+    return [row * per_row for row in host_copy(ids).eq(token).any(1).nonzero().flatten().tolist()]
+
+
+def describe_nothing_to_encode(
+    modality: Modality, arguments: Mapping[str, Any], draft: UnitDraft, facts: Facts, config: Any, replicas: int
 ) -> str | None:
-    """Looks for ranks that would run the tower less often than others, since all they own is padding or has no tiles.
+    """Looks for batches in which no unit makes the tower do all that it does in those of other replicas.
 
     Args:
         modality: The modality.
         arguments: The forward's arguments by name, checked.
-        plan: Its units.
+        draft: Its units.
         facts: Facts about the model type.
         config: The model's config.
         replicas: Number of replicas, which must run towers alike.
@@ -94,28 +124,13 @@ def describe_idle_owner(
     Returns:
         What is wrong and what to do, or None.
     """
-    working: set[int] | None = None
-    for name, counts in facts.ragged.items():
-        if arguments.get(name) is not None:
-            working = {unit for unit, count in enumerate(counts_of(arguments[counts])) if count}
-        elif replicas > 1:
-            working = set()
-    ids = arguments.get("input_ids")
-    if facts.unit_dims > 1 and isinstance(ids, Tensor) and ids.shape[0] > 1:
-        # rows are padded with empty images behind their own
-        token, per_row = modality.token(config), len(plan.sizes) // ids.shape[0]
-        rows = range(ids.shape[0]) if token is None else host_copy(ids).eq(token).any(1).nonzero().flatten().tolist()
-        working = {row * per_row for row in rows}
-    if working is None:
-        return None
-    for rank in range(plan.ranks):
-        owned = plan.owned(rank)
-        if owned and not working.intersection(owned):
-            return (
-                f"rank {rank} of its group would get {modality.name}s {owned} alone, which are padding or have no tiles, so "
-                "that it would run the tower less often than others; put more of them into a batch, or lower "
-                "`sequence_parallel_size`"
-            )
+    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
+    untiled = next((name for name in facts.ragged if arguments.get(name) is None), None)
+    if working == [] or (untiled is not None and replicas > 1):
+        return (
+            f"no {modality.name} of the batch has tiles or is more than padding, so that the tower would run less often than "
+            "for other batches; leave empty ones out, and put one with tiles into each batch"
+        )
     return None
 
 

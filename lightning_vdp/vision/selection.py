@@ -12,7 +12,7 @@ from lightning_vdp.checks import counts_of
 from lightning_vdp.models import Facts, Modality
 from lightning_vdp.vision.units import UnitPlan
 
-__all__ = ["build_unit", "describe_unit", "select_units", "smallest_of"]
+__all__ = ["build_unit", "describe_unit", "select_units"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 # integers that say something (sizes, counts) are few; the many are masks
@@ -55,16 +55,6 @@ def select_units(
         elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:
             selected[name] = _unflat(_pick(_flat(value, facts), units), facts)
     return selected
-
-
-def smallest_of(costs: Sequence[int], arguments: Mapping[str, Any], facts: Facts) -> int:
-    """The cheapest unit, of those for which the tower does all that it does for others."""
-    units: Sequence[int] = range(len(costs))
-    for name, counts in facts.ragged.items():
-        if arguments.get(name) is not None:
-            counted = counts_of(arguments[counts])
-            units = [unit for unit in units if counted[unit]] or units
-    return min(units, key=costs.__getitem__)
 
 
 def _flat(x: Tensor, facts: Facts) -> Tensor:

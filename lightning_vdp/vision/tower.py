@@ -20,8 +20,8 @@ from lightning_vdp.regions import TOWER, region
 from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
-from lightning_vdp.vision.planning import route_units
-from lightning_vdp.vision.selection import build_unit, select_units, smallest_of
+from lightning_vdp.vision.planning import route_units, working_units
+from lightning_vdp.vision.selection import build_unit, select_units
 from lightning_vdp.vision.units import UnitPlan
 
 __all__ = ["divided_features", "restricted_placeholders", "run_absent_towers"]
@@ -72,15 +72,25 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
         return outputs
     owned = plan.owned(call.shard.rank)
+    working = _working(call, modality, arguments)
+    # beside units that make the tower do less, one that does not, whose features are dropped
+    beside = working[:1] if owned and working and not set(working).intersection(owned) else []
     with _tower(call, modality):
         if owned:
-            outputs = _run(own, select_units(arguments, owned, plan, modality, facts))
+            outputs = _run(own, select_units(arguments, [*owned, *beside], plan, modality, facts))
             levels = _levels(outputs)
         else:
             outputs, levels = _dummy(own, call, modality, arguments)
     watch.stop()
+    dropped = _rows_of_the_last(outputs, facts) if beside else 0
+    levels = [level[: level.shape[0] - dropped] for level in levels] if dropped else levels
     if plan.rows is None:
-        measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in owned], facts) if owned else []
+        measured: list[int] = []
+        if owned:
+            measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in [*owned, *beside]], facts)
+            if beside:
+                # where the output does not tell units apart, all rows stand with the first
+                measured = measured[:-1] if facts.listed else [measured[0] - dropped, *measured[1:-1]]
         rows = _agree_on_rows(call, modality, measured)
         plan = call.plans[modality.name] = dataclasses.replace(plan, rows=rows)
     _check_rows(levels, plan.rows_per_rank[call.shard.rank], modality)
@@ -180,6 +190,18 @@ def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
     return [total, *[0] * (len(sizes) - 1)]
 
 
+def _rows_of_the_last(outputs: Any, facts: Facts) -> int:
+    if facts.listed:
+        return int(getattr(outputs, _field(outputs))[-1].shape[:-1].numel())
+    # images that are alike, as many as the tower has encoded
+    return int(_levels(outputs)[0].shape[0] // outputs.last_hidden_state.shape[0])
+
+
+def _working(call: ForwardCall, modality: Modality, arguments: dict[str, Any]) -> list[int] | None:
+    units = len(call.plans[modality.name].sizes)
+    return working_units(modality, arguments, call.ids, units, call.family.facts, _config(call))
+
+
 def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> tuple[int, ...]:
     """Exchanges the rows of features that units yielded; every rank of the world takes part.
 
@@ -240,7 +262,8 @@ def _dummy(
         unit = _tiny_unit(call, modality)
     elif modality.pixels in arguments:
         plan = call.plans[modality.name]
-        smallest = smallest_of(plan.costs, arguments, facts)
+        units = _working(call, modality, arguments)
+        smallest = min(units or range(len(plan.costs)), key=plan.costs.__getitem__)
         unit = select_units(arguments, [smallest], plan, modality, facts)
     else:
         unit = build_unit(_description(call, modality), modality, call.device)
