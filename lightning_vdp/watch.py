@@ -154,6 +154,10 @@ class Watch:
         try:
             first = self._failure or self._store.compare_set("failure", "", text).decode()
             if first != text:
+                if self._failure is None:
+                    # who told first need not wait for this rank's thread, which ends with it
+                    self._failure = first
+                    self._store.add("told", 1)
                 return first if lost else None
             self._told = text
             self._store.add("told", 1)

@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 __all__ = ["RankFailed", "RanksTimedOut", "run_ranks"]
 
 # how long the other ranks may take to fail by themselves once one has failed
-_GRACE_S = 3.0
+_GRACE_S = 5.0
 
 
 class RankFailed(AssertionError):
