@@ -1,6 +1,8 @@
 """What one forward needs to know about itself: it travels with the call's arguments and is stored nowhere else."""
 
+import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +23,7 @@ __all__ = [
     "CALL",
     "ForwardCall",
     "Settings",
+    "arguments_by_name",
     "call_of",
     "host_copy",
     "host_tensors",
@@ -128,7 +131,7 @@ class ForwardCall:
         self.routed = False
         self.routes: dict[str, Routes] = {}
         self.base: nn.Module | None = None
-        self.attended: dict[int, int] = {}
+        self.attended: Counter[int] = Counter()
         self.loose_ends: list[Tensor] = []
         self._pending: list[Modality] | None = None
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
@@ -167,6 +170,20 @@ class ForwardCall:
             return tuple(self.whole_of(part) for part in cut)
         known = self._wholes.get(id(cut))
         return cut if known is None or known[0] is not cut else known[1]
+
+
+def arguments_by_name(
+    signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a method by name, those among its `**kwargs` too; without the module itself.
+
+    Raises:
+        TypeError: If the method does not take them.
+    """
+    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
+    bound.update(bound.pop("kwargs", {}))
+    del bound["self"]
+    return bound
 
 
 def with_call(tensor: Tensor, call: ForwardCall) -> Tensor:

@@ -14,7 +14,15 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from lightning_vdp.batches import describe_other_batches, digest_batch
-from lightning_vdp.call import CALL, ForwardCall, Settings, host_copy, known_host_copy, with_call
+from lightning_vdp.call import (
+    CALL,
+    ForwardCall,
+    Settings,
+    arguments_by_name,
+    host_copy,
+    known_host_copy,
+    with_call,
+)
 from lightning_vdp.checks import describe_bad_input, describe_unreadable
 from lightning_vdp.generation import encoded_in_lockstep, undivided_inputs
 from lightning_vdp.header import exchange_headers
@@ -27,12 +35,19 @@ from lightning_vdp.sequence.decoder import (
     shard_decoder_inputs,
     shard_layer_inputs,
 )
-from lightning_vdp.sequence.linear_attention import carries_state, divided_mixer, gathered_mixer, token_mixers
+from lightning_vdp.sequence.linear_attention import divided_mixer, gathered_mixer, token_mixers
 from lightning_vdp.sequence.loss import count_tokens, model_uses_causal_loss, sharded_causal_loss
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.sequence.tokens import IGNORED
 from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
-from lightning_vdp.vision.planning import UnitDraft, assign_units, describe_nothing_to_encode, list_units, working_units
+from lightning_vdp.vision.planning import (
+    UnitDraft,
+    assign_units,
+    cheapest,
+    describe_nothing_to_encode,
+    list_units,
+    working_units,
+)
 from lightning_vdp.vision.selection import describe_unit, select_units
 from lightning_vdp.vision.tower import divided_features, restricted_placeholders
 from lightning_vdp.vision.units import UnitPlan
@@ -185,6 +200,7 @@ class _Entry:
     family: Family
     lockstep: bool
     first: FirstBatch
+    # whether layers hand a state from position to position, which knows no masks
     carries_state: bool
     batch_norms: tuple[nn.Module, ...] = ()
 
@@ -195,7 +211,8 @@ def _divide_model(
     first = FirstBatch(expected=settings.verify_first_batch)
     # without Vision DP, replicas that lack images still run dummies through them
     norms = tuple(model.batch_norms) if settings.vision_data_parallel or mesh.data_parallel_size > 1 else ()
-    start = _Entry(mesh, settings, model.family, lockstep, first, carries_state(model.layers), norms)
+    all_mixers = [mixer for layer in model.layers for mixer in token_mixers(layer)]
+    start = _Entry(mesh, settings, model.family, lockstep, first, bool(all_mixers), norms)
     for entry in model.entries:
         begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
@@ -209,11 +226,12 @@ def _divide_model(
     division.hook(model.decoder.register_forward_hook, leave_decoder, always_call=True)
     for index, layer in enumerate(model.layers):
         cut_dim = None if index else SEQUENCE_DIM.get(model.decoder.config.model_type, 1)
-        shard_inputs = functools.partial(shard_layer_inputs, cut_dim, inspect.signature(type(layer).forward))
+        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        shard_inputs = functools.partial(shard_layer_inputs, cut_dim, names)
         division.hook(layer.register_forward_pre_hook, shard_inputs)
     gathered = model.gathered_attention
     within = {part for module in gathered for part in module.modules()}
-    mixers = [mixer for layer in model.layers for mixer in token_mixers(layer) if mixer not in within]
+    mixers = [mixer for mixer in all_mixers if mixer not in within]
     for mixer in mixers:
         division.method(mixer, "forward", divided_mixer(mixer))
     for module in gathered:
@@ -243,9 +261,7 @@ def _begin_call(
     problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
     arguments: dict[str, Any] = {}
     try:
-        bound = signature.bind_partial(module, *args, **kwargs).arguments
-        arguments = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if name != "kwargs"}
-        del arguments["self"]
+        arguments = arguments_by_name(signature, module, args, kwargs)
     except TypeError as error:
         problem = f"the forward cannot be called like this ({error}); pass what the processor returned, by name"
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
@@ -343,8 +359,8 @@ def _describe_smallest(
 ) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
     own = {name: _on_host(value) for name, value in arguments.items() if name in modality.arguments}
-    units = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
-    smallest = min(units or range(len(draft.sizes)), key=draft.sizes.__getitem__)
+    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
+    smallest = cheapest(draft.sizes, working)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
 

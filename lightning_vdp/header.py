@@ -105,7 +105,7 @@ class PendingHeaders:
                 reasons = (
                     gather_texts(self._mesh, self._reason) if any(header["error"] for header in self._headers) else []
                 )
-            self._raise_agreed(reasons)
+            _raise("Refused before the step", reasons)
             problem = None if self._agree is None else self._agree(self._headers)
             if problem is not None:
                 raise StepError(f"Refused before the step: {problem}")
@@ -120,12 +120,6 @@ class PendingHeaders:
             self._work.wait()
             rows = self._buffer.view(self._mesh.world_size, -1).tolist()
         return [decode(row) for row in rows]
-
-    @staticmethod
-    def _raise_agreed(reasons: list[str | None]) -> None:
-        if not reasons:
-            return
-        _raise("Refused before the step", reasons)
 
 
 def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:

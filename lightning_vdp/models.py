@@ -193,6 +193,12 @@ class Family:
     needs_token_types: bool = False
     arguments: frozenset[str] = frozenset()
 
+    @property
+    def describing(self) -> frozenset[str]:
+        """Arguments that say something of images and videos: sizes, counts and the like, not pixels or what marks them."""
+        names = (name for modality in self.modalities for name in modality.arguments)
+        return frozenset(name for name in names if "pixel" not in name)
+
 
 LANGUAGE_MODEL = Family()
 """Every causal language model that keeps its layers where transformers' conventions say."""

@@ -78,27 +78,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # names under which checkpoints say for how many replicas they count batches, and whether they hold frozen weights
 _REPLICAS, _FROZEN = "data_parallel_size", "frozen_weights"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-# what planning reads on the host
-_HOST_COPIES = frozenset(
-    (
-        "input_ids",
-        "labels",
-        "shift_labels",
-        "position_ids",
-        "image_grid_thw",
-        "video_grid_thw",
-        "image_sizes",
-        "image_merge_sizes",
-        "video_merge_sizes",
-        "image_grid_hw",
-        "target_sizes_videos",
-        "batch_num_images",
-        "num_frames_per_video",
-        "num_local_patches",
-        "target_sizes",
-        "spatial_shapes",
-    )
-)
+# what planning reads on the host, beside what says something of images
+_HOST_COPIES = frozenset(("input_ids", "labels", "shift_labels", "position_ids"))
 # what ranks of a group compare by a few values
 _HOST_SAMPLES = frozenset(("pixel_values", "pixel_values_videos"))
 
@@ -216,6 +197,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         )
         self._shard_frozen_tower = shard_frozen_tower
         self._whole_towers: list[nn.Module] = []
+        self._host_copies = _HOST_COPIES
         self._fsdp_mesh_sizes: tuple[int, ...] | None = None
         self._mesh: SequenceMesh | None = None
         self._division = Division()
@@ -411,6 +393,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 "the loss in `training_step`, or leave it out."
             )
         models = find_models(self.model) if divided or not self._shard_frozen_tower else []
+        self._host_copies = _HOST_COPIES.union(*(model.family.describing for model in models))
         self._whole_towers = (
             [] if self._shard_frozen_tower else [self._whole_tower(model) for model in models if model.tower]
         )
@@ -653,7 +636,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # collected before: processors' outputs move in place
-        collected = None if self._on_cpu else host_tensors(batch, _HOST_COPIES)
+        collected = None if self._on_cpu else host_tensors(batch, self._host_copies)
         samples = None if self._on_cpu else host_tensors(batch, _HOST_SAMPLES, sample)
         moved = super().batch_to_device(batch, device, dataloader_idx)
         keep_host_copies(collected, moved)

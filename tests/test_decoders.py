@@ -15,6 +15,7 @@ from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.models import find_models
 from lightning_vdp.sequence.shards import gather_sequence
 from lightning_vdp.testing import ParityModule, assert_parity, run_ranks
+from lightning_vdp.testing.models import add_noise
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -89,9 +90,7 @@ def make_language_model(name: str, checkpointing: bool = False) -> ParityModule:
         config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, CAUSAL_CLASSES.get(stem, f"{stem}ForCausalLM"))(config)
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    add_noise(model, 1)
     if checkpointing:
         model.gradient_checkpointing_enable()
     return ParityModule(model.train())

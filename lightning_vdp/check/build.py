@@ -9,14 +9,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from lightning_vdp.check.facts import OVERRIDES
 from lightning_vdp.check.shrink import shrink
+from lightning_vdp.testing.models import add_noise
 
 __all__ = ["MODEL_TYPES", "tiny_config", "tiny_model"]
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 """Every model type that the installed transformers maps to image-text-to-text."""
-
-# spread of the noise on parameters: those that begin at zero or one hide errors
-_NOISE = 0.05
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -53,8 +51,6 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
             raise
         _set_implementation(config, "eager")
         model = cls(config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
+    add_noise(model, seed + 1)
     built: PreTrainedModel = model.double()
     return built

@@ -66,7 +66,7 @@ def ulysses_attention(
             f"{type(module).__name__} attends over {sorted(lengths)} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
-    call.attended[id(module)] = call.attended.get(id(module), 0) + 1
+    call.attended[id(module)] += 1
     splits = head_split(query.shape[1], key.shape[1], len(shard.sizes))
     heads = [[split.query, split.key_value, split.key_value] for split in splits]
     phase = f"layer {getattr(module, 'layer_idx', '')}"
@@ -173,7 +173,7 @@ def unmixed(call: ForwardCall, layers: Iterable[nn.Module], mixers: Collection[n
         if getattr(layer, "block_type", None) in _WITHOUT_MIXING:
             continue
         parts = list(layer.modules())
-        times = [call.attended.get(id(part), 0) for part in parts if id(part) in call.attended or part in mixers]
+        times = [call.attended[id(part)] for part in parts if id(part) in call.attended or part in mixers]
         if not times or set(times) != {1}:
             wrong = next((count for count in times if count != 1), 0)
             problems.append(f"layer {index} ({type(layer).__name__}): {wrong} times")

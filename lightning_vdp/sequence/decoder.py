@@ -1,7 +1,7 @@
 """Hooks that divide a decoder's sequence: between the merged embeddings and the head, every tensor is a shard."""
 
-import inspect
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
             call.loose_ends = []
     if call.whole:
         return args, kwargs
-    call.attended = {}
+    call.attended = Counter()
     levels = kwargs.get("deepstack_visual_embeds")
     if levels is not None:
         mask = kwargs["visual_pos_masks"]
@@ -48,12 +48,12 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def shard_layer_inputs(
-    cut_dim: int | None, signature: inspect.Signature, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cut_dim: int | None, names: Sequence[str], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Forward pre-hook of a decoder layer: cuts rotary tables and what else has positions.
 
     Masks stay whole: attention sees the whole sequence. Hidden states are cut in dimension `cut_dim`, in front of the
-    first layer.
+    first layer. `names` are those of the layer's arguments.
     """
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None:
@@ -70,9 +70,9 @@ def shard_layer_inputs(
     tables = kwargs.get("position_embeddings")
     if tables is not None:
         kwargs["position_embeddings"] = _cut(tables, -2, call)
-    names = list(signature.parameters)[1 : len(args) + 1]
-    cut = {name: _cut(value, PER_POSITION[name], call) for name, value in zip(names, args) if name in PER_POSITION}
-    args = tuple(cut.get(name, value) for name, value in zip(names, args))
+    args = tuple(
+        _cut(value, PER_POSITION[name], call) if name in PER_POSITION else value for name, value in zip(names, args)
+    )
     kwargs.update({name: _cut(kwargs[name], dim, call) for name, dim in PER_POSITION.items() if name in kwargs})
     return args, kwargs
 

@@ -9,18 +9,18 @@ Shape suffixes: B rows of the batch, C channels, H heads, T positions of a shard
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
-from lightning_vdp.call import CALL, ForwardCall
+from lightning_vdp.call import CALL, ForwardCall, arguments_by_name
 from lightning_vdp.sequence.heads import head_split, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 
-__all__ = ["carries_state", "divided_mixer", "gathered_mixer", "token_mixers"]
+__all__ = ["divided_mixer", "gathered_mixer", "token_mixers"]
 
 
 def _by_channel(
@@ -97,11 +97,6 @@ def token_mixers(layer: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def carries_state(layers: Iterable[nn.Module]) -> bool:
-    """Whether some layer hands a state from position to position, which knows no masks."""
-    return any(True for layer in layers for _ in token_mixers(layer))
-
-
 def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     """Makes the function that stands in for the forward of a token mixer.
 
@@ -115,16 +110,6 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     return functools.partial(_run_divided, inspect.signature(forward), tuple(sorted(names & _DIVIDED.keys())))
 
 
-def _arguments(
-    signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
-    bound.update(bound.pop("kwargs", {}))
-    bound.pop("self")
-    bound.pop(CALL, None)
-    return bound
-
-
 def _run_divided(
     signature: inspect.Signature, names: tuple[str, ...], self: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
@@ -132,7 +117,8 @@ def _run_divided(
     own = inspect.unwrap(type(self).forward)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
-    arguments = _arguments(signature, self, args, kwargs)
+    arguments = arguments_by_name(signature, self, args, kwargs)
+    del arguments[CALL]
     for name in ("attention_mask", "conv_mask"):
         mask = arguments.get(name)
         if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -155,7 +141,7 @@ def _run_divided(
             f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
             "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
         )
-    call.attended[id(self)] = call.attended.get(id(self), 0) + 1
+    call.attended[id(self)] += 1
     return output
 
 
@@ -173,11 +159,12 @@ def _run_gathered(signature: inspect.Signature, self: nn.Module, *args: Any, **k
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
-    arguments = {name: call.whole_of(value) for name, value in _arguments(signature, self, args, kwargs).items()}
+    arguments = {name: call.whole_of(x) for name, x in arguments_by_name(signature, self, args, kwargs).items()}
+    del arguments[CALL]
     first = next(iter(arguments))
     arguments[first] = gather_sequence(arguments[first], call.shard)
     output = type(self).forward(self, **arguments)
-    call.attended[id(self)] = call.attended.get(id(self), 0) + 1
+    call.attended[id(self)] += 1
     if isinstance(output, tuple):
         return (shard_sequence(output[0], call.shard), *output[1:])
     return shard_sequence(output, call.shard)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["IMAGE_TOKEN", "TINY_FAMILIES", "VIDEO_TOKEN", "tiny_batch", "tiny_model"]
+__all__ = ["IMAGE_TOKEN", "TINY_FAMILIES", "VIDEO_TOKEN", "add_noise", "tiny_batch", "tiny_model"]
 
 IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END, VOCABULARY = 120, 121, 122, 123, 128
 
@@ -152,10 +152,21 @@ def tiny_model(
         config._experts_implementation = experts
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    add_noise(model, seed + 1)
     return model
+
+
+def add_noise(model: nn.Module, seed: int, spread: float = 0.05) -> None:
+    """Moves all parameters a little, in place: those that begin at zero or one hide errors.
+
+    Args:
+        model: The model.
+        seed: Of the noise.
+        spread: Standard deviation of the noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * spread)
 
 
 Grid = tuple[int, int, int]

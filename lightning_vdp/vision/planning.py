@@ -1,6 +1,6 @@
 """From a forward's arguments to plans: what its units are, who owns them and where their features go."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,15 @@ from lightning_vdp.vision.cost import patches, tower_cost
 from lightning_vdp.vision.routes import Routes, plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
 
-__all__ = ["UnitDraft", "assign_units", "describe_nothing_to_encode", "list_units", "route_units", "working_units"]
+__all__ = [
+    "UnitDraft",
+    "assign_units",
+    "cheapest",
+    "describe_nothing_to_encode",
+    "list_units",
+    "route_units",
+    "working_units",
+]
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,16 @@ def working_units(
     if token is None:
         return None
     return [row * per_row for row in host_copy(ids).eq(token).any(1).nonzero().flatten().tolist()]
+
+
+def cheapest(costs: Sequence[int], working: Sequence[int] | None) -> int:
+    """The unit that a rank without any encodes in their place.
+
+    Args:
+        costs: Of each unit.
+        working: What `working_units` returned.
+    """
+    return min(working or range(len(costs)), key=costs.__getitem__)
 
 
 def describe_nothing_to_encode(

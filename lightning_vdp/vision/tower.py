@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vdp.call import CALL, ForwardCall, call_of
+from lightning_vdp.call import CALL, ForwardCall, arguments_by_name, call_of
 from lightning_vdp.checks import count_placeholders
 from lightning_vdp.header import StepError, exchange_headers
 from lightning_vdp.models import Facts, Modality, smallest_unit
@@ -20,7 +20,7 @@ from lightning_vdp.regions import TOWER, region
 from lightning_vdp.vision.assignment import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.load import Stopwatch, VisionLoad
-from lightning_vdp.vision.planning import route_units, working_units
+from lightning_vdp.vision.planning import cheapest, route_units, working_units
 from lightning_vdp.vision.selection import build_unit, select_units
 from lightning_vdp.vision.units import UnitPlan
 
@@ -32,7 +32,11 @@ def divided_features(modality: Modality) -> Callable[..., Any]:
     return functools.partial(_features, modality)
 
 
-def _own(base: nn.Module, modality: Modality) -> Callable[..., Any]:
+# taken once for each method, since features are asked for in every step
+_signature = functools.cache(inspect.signature)
+
+
+def _own(base: nn.Module, modality: Modality) -> functools.partial[Any]:
     """The model's own method, under the stand-in on the instance."""
     return functools.partial(getattr(type(base), modality.features), base)
 
@@ -45,9 +49,7 @@ def _run(own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop(CALL, None)
     own = _own(self, modality)
-    bound = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-    arguments = {**bound, **bound.get("kwargs", {})}
-    arguments.pop("kwargs", None)
+    arguments = arguments_by_name(_signature(own.func), self, args, kwargs)
     # on the pixels, since some models do not hand keyword arguments on
     carried = [call_of(arguments.get(name)) for name in (modality.pixels, modality.grid) if name is not None]
     call = next((each for each in carried if each is not None), None)
@@ -67,12 +69,12 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         with call.mesh.watch.phase(f"tower ({modality.name}s)"):
             outputs = _run(own, {**arguments, **plain})
         if not facts.merged_rows:
-            _agree_on_rows(call, modality, [_levels(outputs)[0].shape[0]] if call.shard.rank == 0 else [])
+            _agree_on_rows(call, modality, [_total_rows(outputs)] if call.shard.rank == 0 else [])
         watch.stop()
         _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
         return outputs
     owned = plan.owned(call.shard.rank)
-    working = _working(call, modality, arguments)
+    working = working_units(modality, arguments, call.ids, len(plan.sizes), facts, _config(call))
     # beside units that make the tower do less, one that does not, whose features are dropped
     beside = working[:1] if owned and working and not set(working).intersection(owned) else []
     with _tower(call, modality):
@@ -80,7 +82,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
             outputs = _run(own, select_units(arguments, [*owned, *beside], plan, modality, facts))
             levels = _levels(outputs)
         else:
-            outputs, levels = _dummy(own, call, modality, arguments)
+            outputs, levels = _dummy(own, call, modality, arguments, working)
     watch.stop()
     dropped = _rows_of_the_last(outputs, facts) if beside else 0
     levels = [level[: level.shape[0] - dropped] for level in levels] if dropped else levels
@@ -166,27 +168,27 @@ def _levels(outputs: Any) -> list[Tensor]:
     ]
 
 
+def _total_rows(outputs: Any) -> int:
+    features = getattr(outputs, _field(outputs))
+    return sum(part.shape[:-1].numel() for part in ([features] if isinstance(features, Tensor) else features))
+
+
 def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
     """Rows of features of each unit that was encoded; where the output does not tell, all with the first one."""
-    features = getattr(outputs, _field(outputs))
-    if facts.listed:
-        if isinstance(features, Tensor) and features.dim() > 2 and len(features) == len(sizes):
+    features, total, patches = getattr(outputs, _field(outputs)), _total_rows(outputs), sum(sizes)
+    if facts.listed and isinstance(features, Tensor):
+        if features.dim() > 2 and len(features) == len(sizes):
             return [features.shape[1:-1].numel()] * len(sizes)
-        if not isinstance(features, Tensor):
-            rows = [unit.shape[:-1].numel() for unit in features]
-            if len(rows) == len(sizes):
-                return rows
-            if len(rows) == sum(sizes):
-                # a unit is a sample with several images
-                ends = list(itertools.accumulate(sizes, initial=0))
-                return [sum(rows[start:end]) for start, end in itertools.pairwise(ends)]
-        if isinstance(features, Tensor) and len(set(sizes)) == 1 and features.shape[:-1].numel() % len(sizes) == 0:
-            return [features.shape[:-1].numel() // len(sizes)] * len(sizes)
-        if isinstance(features, Tensor):
-            total, patches = features.shape[:-1].numel(), sum(sizes)
-            if all(total * size % patches == 0 for size in sizes):
-                return [total * size // patches for size in sizes]
-    total = sum(unit.shape[:-1].numel() for unit in ([features] if isinstance(features, Tensor) else features))
+        if all(total * size % patches == 0 for size in sizes):
+            return [total * size // patches for size in sizes]
+    elif facts.listed:
+        rows = [unit.shape[:-1].numel() for unit in features]
+        if len(rows) == len(sizes):
+            return rows
+        if len(rows) == patches:
+            # a unit is a sample with several images
+            ends = list(itertools.accumulate(sizes, initial=0))
+            return [sum(rows[start:end]) for start, end in itertools.pairwise(ends)]
     return [total, *[0] * (len(sizes) - 1)]
 
 
@@ -194,12 +196,7 @@ def _rows_of_the_last(outputs: Any, facts: Facts) -> int:
     if facts.listed:
         return int(getattr(outputs, _field(outputs))[-1].shape[:-1].numel())
     # images that are alike, as many as the tower has encoded
-    return int(_levels(outputs)[0].shape[0] // outputs.last_hidden_state.shape[0])
-
-
-def _working(call: ForwardCall, modality: Modality, arguments: dict[str, Any]) -> list[int] | None:
-    units = len(call.plans[modality.name].sizes)
-    return working_units(modality, arguments, call.ids, units, call.family.facts, _config(call))
+    return int(_total_rows(outputs) // outputs.last_hidden_state.shape[0])
 
 
 def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> tuple[int, ...]:
@@ -254,7 +251,11 @@ def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None
 
 
 def _dummy(
-    own: Callable[..., Any], call: ForwardCall, modality: Modality, arguments: dict[str, Any]
+    own: Callable[..., Any],
+    call: ForwardCall,
+    modality: Modality,
+    arguments: dict[str, Any],
+    working: list[int] | None = None,
 ) -> tuple[Any, list[Tensor]]:
     """Runs a small unit and keeps none of its rows: no `0 * x`, since `0 * inf` is NaN."""
     facts = call.family.facts
@@ -262,9 +263,7 @@ def _dummy(
         unit = _tiny_unit(call, modality)
     elif modality.pixels in arguments:
         plan = call.plans[modality.name]
-        units = _working(call, modality, arguments)
-        smallest = min(units or range(len(plan.costs)), key=plan.costs.__getitem__)
-        unit = select_units(arguments, [smallest], plan, modality, facts)
+        unit = select_units(arguments, [cheapest(plan.costs, working)], plan, modality, facts)
     else:
         unit = build_unit(_description(call, modality), modality, call.device)
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
@@ -312,8 +311,9 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: 
 
 def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `get_placeholder_mask`: where features were routed, it names only those of this rank's shard."""
-    own = functools.partial(type(self).get_placeholder_mask, self)
-    arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+    method = type(self).get_placeholder_mask
+    own = functools.partial(method, self)
+    arguments = arguments_by_name(_signature(method), self, args, kwargs)
     ids: Tensor | None = arguments.get("input_ids")
     call = call_of(ids)
     if ids is None or call is None or not call.routed:
