@@ -131,7 +131,7 @@ class ForwardCall:
         self.routed = False
         self.routes: dict[str, Routes] = {}
         self.base: nn.Module | None = None
-        self.attended: Counter[int] = Counter()
+        self.attended: Counter[nn.Module] = Counter()
         self.loose_ends: list[Tensor] = []
         self._pending: list[Modality] | None = None
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}

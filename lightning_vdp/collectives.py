@@ -13,7 +13,7 @@ FSDP's mean over the world then gives the gradient of the mean over all ranks of
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,51 +22,79 @@ from torch.autograd.function import once_differentiable
 
 from lightning_vdp.watch import Mark, unmarked
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "attach"]
+__all__ = ["Layout", "all_gather", "all_reduce", "all_to_all", "attach"]
+
+
+class Layout(Protocol):
+    """How tensors lie in the flat buffers of an all-to-all, and the adjoints of going there and back."""
+
+    @property
+    def input_sizes(self) -> Sequence[int]:
+        """Number of elements for each destination."""
+
+    @property
+    def output_sizes(self) -> Sequence[int]:
+        """Number of elements that each source sends to this rank."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors to elements ordered by destination, shape ``[sum(input_sizes)]``."""
+
+    def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Elements ordered by source, shape ``[sum(output_sizes)]``, to tensors."""
+
+    def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """From the gradient of what `pack` returns to that of what it takes."""
+
+    def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
+        """From the gradients of what `unpack` returns to that of what it takes; leaves them as they are."""
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup, mark: Mark
-    ) -> Tensor:
-        ctx.input_sizes, ctx.output_sizes, ctx.group, ctx.mark = input_sizes, output_sizes, group, mark
+    def forward(ctx: Any, layout: Layout, group: dist.ProcessGroup, mark: Mark, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.group, ctx.mark = layout, group, mark
+        flat = layout.pack(tensors)
         with mark("forward"):
-            return _exchange(flat, input_sizes, output_sizes, group)
+            received = _exchange(flat, layout.input_sizes, layout.output_sizes, group)
+        return layout.unpack(received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = ctx.layout.unpack_adjoint(gradients)
+        return None, None, None, *ctx.layout.pack_adjoint(_AllToAll.way_back(ctx, flat))
+
+    @staticmethod
+    def way_back(ctx: Any, flat: Tensor) -> Tensor:
         with ctx.mark("backward"):
-            return _exchange(gradient, ctx.output_sizes, ctx.input_sizes, ctx.group), None, None, None, None
+            return _exchange(flat, ctx.layout.output_sizes, ctx.layout.input_sizes, ctx.group)
 
 
-def _exchange(flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(
+    flat: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
     output = flat.new_empty(sum(output_sizes))
-    dist.all_to_all_single(output, flat.contiguous(), output_sizes, input_sizes, group=group)
+    dist.all_to_all_single(output, flat, list(output_sizes), list(input_sizes), group=group)
     return output
 
 
 def all_to_all(
-    flat: Tensor,
-    input_sizes: Sequence[int],
-    output_sizes: Sequence[int],
-    group: dist.ProcessGroup,
-    mark: Mark = unmarked,
-) -> Tensor:
-    """Sends a run of elements to every rank of the group and receives one from each.
+    tensors: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup, mark: Mark = unmarked
+) -> tuple[Tensor, ...]:
+    """Sends some elements of tensors to every rank of the group and receives others from each, in one exchange.
+
+    Packing and unpacking belong to it, so that autograd sees one function rather than each view and copy.
 
     Args:
-        flat: Elements ordered by destination, shape ``[sum(input_sizes)]``.
-        input_sizes: Number of elements for each destination.
-        output_sizes: Number of elements that each source sends to this rank.
+        tensors: Of one dtype.
+        layout: How they lie in the buffers.
         group: The ranks that take part.
         mark: Says who watches.
 
     Returns:
-        The received elements ordered by source, shape ``[sum(output_sizes)]``.
+        What the layout unpacks.
     """
-    return _AllToAll.apply(flat, list(input_sizes), list(output_sizes), group, mark)
+    return _AllToAll.apply(layout, group, mark, *tensors)
 
 
 class _AllGather(torch.autograd.Function):

@@ -27,8 +27,8 @@ from lightning_vdp.checks import describe_bad_input, describe_unreadable
 from lightning_vdp.generation import encoded_in_lockstep, undivided_inputs
 from lightning_vdp.header import exchange_headers
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import SEQUENCE_DIM, DividedModel, Facts, Family, Modality, tower_of
-from lightning_vdp.sequence.attention import attention_dispatcher
+from lightning_vdp.models import PER_POSITION, SEQUENCE_DIM, DividedModel, Facts, Family, Modality, tower_of
+from lightning_vdp.sequence.attention import Audit, attention_dispatcher
 from lightning_vdp.sequence.decoder import (
     check_decoder_outputs,
     leave_decoder,
@@ -226,7 +226,8 @@ def _divide_model(
     division.hook(model.decoder.register_forward_hook, leave_decoder, always_call=True)
     for index, layer in enumerate(model.layers):
         cut_dim = None if index else SEQUENCE_DIM.get(model.decoder.config.model_type, 1)
-        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+        names = tuple(name if name in PER_POSITION else None for name in parameters)
         shard_inputs = functools.partial(shard_layer_inputs, cut_dim, names)
         division.hook(layer.register_forward_pre_hook, shard_inputs)
     gathered = model.gathered_attention
@@ -236,7 +237,7 @@ def _divide_model(
         division.method(mixer, "forward", divided_mixer(mixer))
     for module in gathered:
         division.method(module, "forward", gathered_mixer(module))
-    check = functools.partial(check_decoder_outputs, frozenset({*mixers, *gathered}))
+    check = functools.partial(check_decoder_outputs, Audit(model.layers, frozenset({*mixers, *gathered})))
     division.hook(model.decoder.register_forward_hook, check)
     for entry in model.entries:
         division.hook(entry.register_forward_hook, _describe_outputs)
@@ -318,7 +319,7 @@ def _start_call(
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
-    plans = {name: assign_units(draft, family.facts, config, settings, ranks) for name, draft in drafts.items()}
+    plans = assign_units(drafts, family.facts, config, settings, ranks)
     mesh.watch.plans = plans
     sequence = _sequence(arguments)
     return ForwardCall(

@@ -123,11 +123,12 @@ def _make_groups(device_type: str, data: int, sequence: int, timeout: timedelta 
 
 
 def _make_header_group(device_type: str, timeout: timedelta | None) -> tuple[dist.ProcessGroup, torch.device]:
-    """Makes a gloo group over the world: numbers agreed on there cost no device sync."""
+    """Makes a group over the world on the host: numbers agreed on there cost no device sync."""
     group = None
     reason = "it failed on another rank"
     try:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        # where devices are CPUs, their own backend is one of the host
+        group = dist.new_group(backend=None if device_type == "cpu" else "gloo", timeout=timeout)
     except RuntimeError as error:
         reason = str(error)
     made = torch.tensor([group is not None], dtype=torch.int32, device=device_type)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_vdp.sequence.heads import head_split
+from lightning_vdp.sequence.heads import head_splits
 from lightning_vdp.sequence.shards import shard_sizes
 
 
@@ -24,7 +24,7 @@ from lightning_vdp.sequence.shards import shard_sizes
     ],
 )
 def test_every_query_head_reads_its_own_kv_head(heads: int, key_value: int, ranks: int) -> None:
-    splits = head_split(heads, key_value, ranks)
+    splits = head_splits(heads, key_value, ranks).ranks
     assert [head for split in splits for head in split.query] == list(range(heads))
     for split in splits:
         for head, read in zip(split.query, split.reads):
@@ -34,14 +34,14 @@ def test_every_query_head_reads_its_own_kv_head(heads: int, key_value: int, rank
 
 
 def test_groups_are_none_where_query_heads_share_unevenly() -> None:
-    assert [split.groups for split in head_split(6, 3, 2)] == [None, None]
-    assert [split.groups for split in head_split(8, 4, 2)] == [2, 2]
-    assert [split.groups for split in head_split(4, 2, 4)] == [1, 1, 1, 1]
+    assert [split.groups for split in head_splits(6, 3, 2).ranks] == [None, None]
+    assert [split.groups for split in head_splits(8, 4, 2).ranks] == [2, 2]
+    assert [split.groups for split in head_splits(4, 2, 4).ranks] == [1, 1, 1, 1]
 
 
 def test_fewer_heads_than_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="4 query heads cannot be divided over 8 ranks"):
-        head_split(4, 4, 8)
+        head_splits(4, 4, 8)
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(8, 2), (7, 2), (5, 4), (4, 4), (3, 4), (0, 2), (101, 8)])

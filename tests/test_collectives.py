@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +16,24 @@ def _gather(x: Tensor, group: Any) -> Tensor:
     return all_gather(x, SIZES, group)
 
 
+class _Flat:
+    """Elements as they lie."""
+
+    def __init__(self, rank: int) -> None:
+        self.input_sizes = SENT[rank]
+        self.output_sizes = [row[rank] for row in SENT]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].reshape(-1)
+
+    def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (flat,)
+
+    pack_adjoint, unpack_adjoint = unpack, pack
+
+
 def _exchange(x: Tensor, group: Any) -> Tensor:
-    rank = dist.get_rank(group)
-    return all_to_all(x.reshape(-1), SENT[rank], [row[rank] for row in SENT], group)
+    return all_to_all([x], _Flat(dist.get_rank(group)), group)[0]
 
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[int], tuple[int, ...]]]] = {

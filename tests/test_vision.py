@@ -177,7 +177,7 @@ def _owners(batch: dict[str, Tensor]) -> list[int]:
     base = tiny_model("qwen3_vl").model
     facts = FACTS["qwen3_vl"]
     draft = list_units(family_of(base).modalities[0], batch, base.config, facts)
-    return list(assign_units(draft, facts, base.config, Settings(), 4).owners)
+    return list(assign_units({"image": draft}, facts, base.config, Settings(), 4)["image"].owners)
 
 
 # ---- exactness, pairwise over exchange, assignment, family, size and case

@@ -127,7 +127,7 @@ OUR_OWN = {
     "exchange": ("vision.tower", "route_features"),
     "cutting": ("sequence.decoder", "shard_sequence"),
     "attention": ("sequence.attention", "to_sequence"),
-    "audit": ("sequence.decoder", "unmixed"),
+    "audit": ("divide", "check_decoder_outputs"),
     "loss": ("sequence.loss", "all_reduce"),
     "outputs": ("divide", "_describe_outputs"),
 }

@@ -11,30 +11,30 @@ from lightning_vdp import collectives
 __all__ = ["SABOTAGES", "sabotage"]
 
 
-def _unreversed(ctx: Any, gradient: Tensor) -> Tensor:
+def _unreversed(ctx: Any, flat: Tensor) -> Tensor:
     """An all-to-all that hands its gradient on in the order in which it came."""
-    handed = gradient.new_zeros(sum(ctx.input_sizes))
-    kept = min(handed.numel(), gradient.numel())
-    handed[:kept] = gradient.flatten()[:kept]
+    handed = flat.new_zeros(sum(ctx.layout.input_sizes))
+    kept = min(handed.numel(), flat.numel())
+    handed[:kept] = flat[:kept]
     return handed
 
 
-def _sliced(ctx: Any, gradient: Tensor) -> Tensor:
+def _sliced(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """An all-gather that forgets what the other ranks did with its rows."""
-    return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)].clone()
+    return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)].clone(), None, None, None
 
 
-def _not_summed(ctx: Any, gradient: Tensor) -> Tensor:
+def _not_summed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """An all-reduce that forgets the other ranks' losses."""
-    return gradient.clone()
+    return gradient.clone(), None, None
 
 
-SABOTAGES: Mapping[str, tuple[type, Callable[..., Any]]] = {
-    "all_to_all": (collectives._AllToAll, _unreversed),
-    "all_gather": (collectives._AllGather, _sliced),
-    "all_reduce": (collectives._AllReduce, _not_summed),
+SABOTAGES: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
+    "all_to_all": (collectives._AllToAll, "way_back", _unreversed),
+    "all_gather": (collectives._AllGather, "backward", _sliced),
+    "all_reduce": (collectives._AllReduce, "backward", _not_summed),
 }
-"""By name: the collective and what its backward does instead of its adjoint."""
+"""By name: the collective, what of it is replaced, and by what."""
 
 
 def sabotage(name: str) -> None:
@@ -43,10 +43,5 @@ def sabotage(name: str) -> None:
     Args:
         name: One of `SABOTAGES`.
     """
-    function, spoiled = SABOTAGES[name]
-
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # the other arguments of a collective have no gradient
-        return spoiled(ctx, gradient), *(None for _ in ctx.needs_input_grad[1:])
-
-    function.backward = staticmethod(backward)  # type: ignore[attr-defined]
+    function, method, spoiled = SABOTAGES[name]
+    setattr(function, method, staticmethod(spoiled))

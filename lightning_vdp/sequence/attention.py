@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call import CALL, ForwardCall
-from lightning_vdp.sequence.heads import head_split, pick_heads, to_heads, to_sequence
+from lightning_vdp.sequence.heads import head_splits, pick_heads, to_heads, to_sequence
 
-__all__ = ["attention_dispatcher", "ulysses_attention", "unmixed"]
+__all__ = ["Audit", "attention_dispatcher", "ulysses_attention"]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -60,18 +60,18 @@ def ulysses_attention(
         RuntimeError: If the tensors are not those of self-attention over this rank's shard.
     """
     shard = call.shard
-    lengths = {x.shape[2] for x in (query, key, value)}
+    lengths = {query.shape[2], key.shape[2], value.shape[2]}
     if lengths != {shard.size}:
         raise RuntimeError(
             f"{type(module).__name__} attends over {sorted(lengths)} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
-    call.attended[id(module)] += 1
-    splits = head_split(query.shape[1], key.shape[1], len(shard.sizes))
-    heads = [[split.query, split.key_value, split.key_value] for split in splits]
+    call.attended[module] += 1
+    splits = head_splits(query.shape[1], key.shape[1], len(shard.sizes))
+    heads = (splits.query, splits.key_value, splits.key_value)
     phase = f"layer {getattr(module, 'layer_idx', '')}"
     query, key, value = to_heads([query, key, value], heads, shard, phase)
-    mine = splits[shard.rank]
+    mine = splits.ranks[shard.rank]
     groups = mine.groups
     if groups is None:
         key, value, groups = pick_heads(key, mine.reads, 1), pick_heads(value, mine.reads, 1), 1
@@ -91,7 +91,7 @@ def ulysses_attention(
     if isinstance(kwargs.get("s_aux"), Tensor):
         kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
-    return to_sequence(output, [len(split.query) for split in splits], shard, phase), None
+    return to_sequence(output, splits.counts, shard, phase), None
 
 
 @functools.lru_cache
@@ -160,21 +160,35 @@ attention_dispatcher = _AttentionDispatcher()
 _WITHOUT_MIXING = frozenset({"mlp", "moe"})
 
 
-def unmixed(call: ForwardCall, layers: Iterable[nn.Module], mixers: Collection[nn.Module]) -> list[str]:
-    """Describes the layers whose attention, or what mixes tokens in its place, did not run divided exactly once.
+class Audit:
+    """Checks that each layer's attention, or what mixes tokens in its place, ran divided exactly once.
 
     Args:
-        call: The forward.
         layers: The decoder's layers.
         mixers: Modules that must have run, beside attention, which shows itself.
     """
-    problems = []
-    for index, layer in enumerate(layers):
-        if getattr(layer, "block_type", None) in _WITHOUT_MIXING:
-            continue
-        parts = list(layer.modules())
-        times = [call.attended[id(part)] for part in parts if id(part) in call.attended or part in mixers]
-        if not times or set(times) != {1}:
-            wrong = next((count for count in times if count != 1), 0)
-            problems.append(f"layer {index} ({type(layer).__name__}): {wrong} times")
-    return problems
+
+    def __init__(self, layers: Iterable[nn.Module], mixers: Collection[nn.Module]) -> None:
+        self._layers = {
+            index: layer
+            for index, layer in enumerate(layers)
+            if getattr(layer, "block_type", None) not in _WITHOUT_MIXING
+        }
+        # taken once: what modules a layer has does not change from forward to forward
+        self._layer_of = {part: index for index, layer in self._layers.items() for part in layer.modules()}
+        self._mixers = [mixer for mixer in mixers if mixer in self._layer_of]
+
+    def unmixed(self, call: ForwardCall) -> list[str]:
+        """Describes the layers that did not run as they should in a forward."""
+        times: dict[int, list[int]] = {index: [] for index in self._layers}
+        for part, count in call.attended.items():
+            if part in self._layer_of:
+                times[self._layer_of[part]].append(count)
+        for mixer in self._mixers:
+            if mixer not in call.attended:
+                times[self._layer_of[mixer]].append(0)
+        return [
+            f"layer {index} ({type(self._layers[index]).__name__}): {next((count for count in counts if count != 1), 0)} times"
+            for index, counts in times.items()
+            if not counts or any(count != 1 for count in counts)
+        ]

@@ -1,7 +1,7 @@
 """Hooks that divide a decoder's sequence: between the merged embeddings and the head, every tensor is a shard."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_vdp.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
-from lightning_vdp.models import PER_POSITION, unwrap
-from lightning_vdp.sequence.attention import unmixed
+from lightning_vdp.models import PER_POSITION
+from lightning_vdp.sequence.attention import Audit
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
 
@@ -48,12 +48,16 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def shard_layer_inputs(
-    cut_dim: int | None, names: Sequence[str], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cut_dim: int | None,
+    names: Sequence[str | None],
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Forward pre-hook of a decoder layer: cuts rotary tables and what else has positions.
 
     Masks stay whole: attention sees the whole sequence. Hidden states are cut in dimension `cut_dim`, in front of the
-    first layer. `names` are those of the layer's arguments.
+    first layer. `names` are those of the layer's arguments that belong to positions, in their places.
     """
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None:
@@ -66,14 +70,17 @@ def shard_layer_inputs(
         args = (shard_sequence(args[0], call.shard, cut_dim), *args[1:])
         # from here to the decoder's end ranks hold different positions
         call.randomness.__enter__()
+    if len(args) > 1:
+        args = tuple(
+            value if name is None else _cut(value, PER_POSITION[name], call) for name, value in zip(names, args)
+        )
     kwargs = dict(kwargs)
     tables = kwargs.get("position_embeddings")
     if tables is not None:
         kwargs["position_embeddings"] = _cut(tables, -2, call)
-    args = tuple(
-        _cut(value, PER_POSITION[name], call) if name in PER_POSITION else value for name, value in zip(names, args)
-    )
-    kwargs.update({name: _cut(kwargs[name], dim, call) for name, dim in PER_POSITION.items() if name in kwargs})
+    for name, dim in PER_POSITION.items():
+        if name in kwargs:
+            kwargs[name] = _cut(kwargs[name], dim, call)
     return args, kwargs
 
 
@@ -84,7 +91,7 @@ def _cut(x: Any, dim: int, call: ForwardCall) -> Any:
 
 
 def check_decoder_outputs(
-    mixers: Collection[nn.Module], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    audit: Audit, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
 ) -> Any:
     """Forward hook of the decoder: audits attention, and makes router logits whole for the auxiliary loss.
 
@@ -94,7 +101,7 @@ def check_decoder_outputs(
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return None
-    problems = unmixed(call, [unwrap(layer) for layer in decoder.get_submodule("layers").children()], mixers)
+    problems = audit.unmixed(call)
     if problems:
         raise RuntimeError(
             f"{type(decoder).__name__} cannot be divided over the sequence: each layer's attention must pass once through "

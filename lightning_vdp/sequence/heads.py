@@ -4,7 +4,8 @@ Shape suffixes: B rows of the batch, H heads, T positions of a shard, S position
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,32 +15,50 @@ from lightning_vdp.collectives import all_to_all
 from lightning_vdp.regions import ATTENTION_EXCHANGE, region
 from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
 
-__all__ = ["HeadSplit", "head_split", "pick_heads", "runs", "to_heads", "to_sequence"]
+__all__ = ["HeadSplit", "HeadSplits", "head_splits", "pick_heads", "runs", "to_heads", "to_sequence"]
 
 
-def runs(count: int, ranks: int) -> list[range]:
+@functools.lru_cache
+def runs(count: int, ranks: int) -> tuple[range, ...]:
     """Divides `count` heads or channels into a run for each rank; sizes differ by at most one."""
     sizes = shard_sizes(count, ranks)
-    return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks)]
+    return tuple(range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks))
 
 
 class HeadSplit(NamedTuple):
-    """The heads of one rank: a run of query heads, the run of kv heads they read, and which of these each reads."""
+    """The heads of one rank.
+
+    Args:
+        query: Its run of query heads.
+        key_value: The run of kv heads that these read.
+        reads: Which of these each query head reads.
+        groups: Query heads that read each kv head, or None if that differs.
+    """
 
     query: range
     key_value: range
     reads: tuple[int, ...]
+    groups: int | None
 
-    @property
-    def groups(self) -> int | None:
-        """Query heads that read each kv head, or None if that differs."""
-        groups = len(self.query) // len(self.key_value)
-        regular = tuple(head for head in range(len(self.key_value)) for _ in range(groups))
-        return groups if self.reads == regular else None
+
+class HeadSplits(NamedTuple):
+    """How attention's heads are divided.
+
+    Args:
+        ranks: The heads of each rank.
+        query: Runs of query heads, by rank.
+        key_value: Runs of kv heads, by rank.
+        counts: Numbers of query heads, by rank.
+    """
+
+    ranks: tuple[HeadSplit, ...]
+    query: tuple[range, ...]
+    key_value: tuple[range, ...]
+    counts: tuple[int, ...]
 
 
 @functools.lru_cache
-def head_split(query_heads: int, key_value_heads: int, ranks: int) -> tuple[HeadSplit, ...]:
+def head_splits(query_heads: int, key_value_heads: int, ranks: int) -> HeadSplits:
     """Divides heads over ranks: query heads as evenly as they go, and to each rank the kv heads that these read.
 
     Raises:
@@ -51,8 +70,16 @@ def head_split(query_heads: int, key_value_heads: int, ranks: int) -> tuple[Head
     splits = []
     for query in runs(query_heads, ranks):
         key_value = range(query[0] // group, query[-1] // group + 1)
-        splits.append(HeadSplit(query, key_value, tuple(head // group - key_value[0] for head in query)))
-    return tuple(splits)
+        reads = tuple(head // group - key_value[0] for head in query)
+        each = len(query) // len(key_value)
+        regular = tuple(head for head in range(len(key_value)) for _ in range(each))
+        splits.append(HeadSplit(query, key_value, reads, each if reads == regular else None))
+    return HeadSplits(
+        tuple(splits),
+        tuple(split.query for split in splits),
+        tuple(split.key_value for split in splits),
+        tuple(len(split.query) for split in splits),
+    )
 
 
 def pick_heads(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:
@@ -60,19 +87,177 @@ def pick_heads(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, head, 1) for head in heads], dim)
 
 
-def _run(heads: range, x_BHTD: Tensor) -> Tensor:
-    return x_BHTD.narrow(1, heads.start, len(heads)).transpose(0, 1)
+class _Runs(NamedTuple):
+    """Neighboring ranks that own equally many positions."""
+
+    ranks: int
+    size: int
+    start: int
+
+
+@functools.lru_cache
+def _position_runs(sizes: tuple[int, ...]) -> tuple[_Runs, ...]:
+    """The ranks of a sequence in at most two runs, since the sizes of shards differ by at most one."""
+    found, start = [], 0
+    for size, ranks in itertools.groupby(sizes):
+        count = len(list(ranks))
+        found.append(_Runs(count, size, start))
+        start += count * size
+    return tuple(found)
+
+
+def _are_even(heads: Sequence[range]) -> bool:
+    """Whether ranks own equally many heads, in order and each one once."""
+    count = len(heads[0])
+    return all(run == range(rank * count, (rank + 1) * count) for rank, run in enumerate(heads))
+
+
+class _ToHeads:
+    """Tensors ``[B, H, T, D]`` of one width to ``[B, H_r, S, D]``; what is sent to a rank lies as ``[H_r, B, T, D]``.
+
+    Args:
+        heads: For each tensor, the run of heads that goes to each rank.
+        sizes: Positions of each rank's shard.
+        rank: This rank.
+        batch: B.
+        width: D.
+    """
+
+    def __init__(
+        self, heads: tuple[tuple[range, ...], ...], sizes: tuple[int, ...], rank: int, batch: int, width: int
+    ) -> None:
+        self._heads, self._batch, self._width = heads, batch, width
+        self._ranks, self._positions, self._length = len(sizes), sizes[rank], sum(sizes)
+        self._runs = _position_runs(sizes)
+        # this rank's heads of each tensor
+        self._counts = [len(runs[rank]) for runs in heads]
+        self._all = sum(self._counts)
+        self._offsets = list(itertools.accumulate(self._counts, initial=0))
+        self._even = all(map(_are_even, heads))
+        row = batch * width
+        self.input_sizes = [sum(map(len, rank_heads)) * self._positions * row for rank_heads in zip(*heads)]
+        self.output_sizes = [self._all * size * row for size in sizes]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self._even:
+            ranks, (batch, _, positions, width) = self._ranks, tensors[0].shape
+            parts = [
+                x.view(batch, ranks, count, positions, width).permute(1, 2, 0, 3, 4)
+                for x, count in zip(tensors, self._counts)
+            ]
+            return torch.cat(parts, 1).view(-1)
+        return torch.cat([x.narrow(1, run.start, len(run)).transpose(0, 1) for x, run in self._pieces(tensors)]).view(
+            -1
+        )
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, range]]:
+        for rank_heads in zip(*self._heads):
+            yield from zip(tensors, rank_heads)
+
+    def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        batch, width, heads = self._batch, self._width, self._all
+        if len(self._runs) == 1:
+            blocks = flat.view(self._ranks, heads, batch, self._positions, width)
+            whole = blocks.permute(2, 1, 0, 3, 4).reshape(batch, heads, self._length, width)
+        else:
+            whole = flat.new_empty(batch, heads, self._length, width)
+            for run, part in zip(self._runs, flat.split(self._run_sizes)):
+                target = whole.narrow(2, run.start, run.ranks * run.size).unflatten(2, (run.ranks, run.size))
+                target.copy_(part.view(run.ranks, heads, batch, run.size, width).permute(2, 1, 0, 3, 4))
+        return whole.split(self._counts, 1)
+
+    @functools.cached_property
+    def _run_sizes(self) -> list[int]:
+        """Elements of all ranks of each run."""
+        return [run.ranks * run.size * self._all * self._batch * self._width for run in self._runs]
+
+    def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
+        if len(self._runs) == 1:
+            return self._by_position(gradients, self._runs[0]).view(-1)
+        flat = gradients[0].new_empty(sum(self.output_sizes))
+        for run, part in zip(self._runs, flat.split(self._run_sizes)):
+            of_run = [gradient.narrow(2, run.start, run.ranks * run.size) for gradient in gradients]
+            self._by_position(of_run, run, part.view(run.ranks, self._all, self._batch, run.size, self._width))
+        return flat
+
+    def _by_position(self, gradients: Sequence[Tensor], run: _Runs, into: Tensor | None = None) -> Tensor:
+        parts = [gradient.unflatten(2, (run.ranks, run.size)).permute(2, 1, 0, 3, 4) for gradient in gradients]
+        return torch.cat(parts, 1, out=into)
+
+    def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
+        batch, positions, width = self._batch, self._positions, self._width
+        if self._even:
+            whole = flat.view(self._ranks, self._all, batch, positions, width)
+            return tuple(
+                whole.narrow(1, start, count).permute(2, 0, 1, 3, 4).reshape(batch, -1, positions, width)
+                for start, count in zip(self._offsets, self._counts)
+            )
+        # a head that several ranks have read has the sum of their gradients
+        gradients = [flat.new_zeros(batch, max(run.stop for run in runs), positions, width) for runs in self._heads]
+        pieces = list(self._pieces(gradients))
+        sizes = [len(run) * batch * positions * width for _, run in pieces]
+        for (gradient, run), part in zip(pieces, flat.split(sizes)):
+            target = gradient.narrow(1, run.start, len(run))
+            target += part.view(len(run), batch, positions, width).transpose(0, 1)
+        return tuple(gradients)
+
+
+class _ToSequence:
+    """A tensor ``[B, S, H_r, D]`` to ``[B, T, H, D]``; what is sent to a rank lies as ``[T, B, H_r, D]``.
+
+    Args:
+        heads: Heads of each rank.
+        sizes: Positions of each rank's shard.
+        rank: This rank.
+        batch: B.
+        width: D.
+    """
+
+    def __init__(self, heads: tuple[int, ...], sizes: tuple[int, ...], rank: int, batch: int, width: int) -> None:
+        self._heads, self._batch, self._width = heads, batch, width
+        self._own, self._positions, self._length = heads[rank], sizes[rank], sum(sizes)
+        self._even = len(set(heads)) == 1
+        self.input_sizes = [batch * size * self._own * width for size in sizes]
+        self.output_sizes = [batch * self._positions * count * width for count in heads]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(0, 1).reshape(-1)
+
+    def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        batch, positions, width = self._batch, self._positions, self._width
+        if self._even:
+            blocks = flat.view(len(self._heads), positions, batch, self._own, width)
+            return (blocks.permute(2, 1, 0, 3, 4).reshape(batch, positions, -1, width),)
+        chunks = [
+            part.view(positions, batch, count, width).transpose(0, 1)
+            for part, count in zip(flat.split(self.output_sizes), self._heads)
+        ]
+        return (torch.cat(chunks, 2),)
+
+    def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
+        gradient = gradients[0]
+        if self._even:
+            return gradient.unflatten(2, (len(self._heads), self._own)).permute(2, 1, 0, 3, 4).reshape(-1)
+        return torch.cat([part.transpose(0, 1).reshape(-1) for part in gradient.split(self._heads, 2)])
+
+    def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (flat.view(self._length, self._batch, self._own, self._width).transpose(0, 1),)
+
+
+# pure plans, the same for all layers of a forward
+_to_heads_layout = functools.lru_cache(_ToHeads)
+_to_sequence_layout = functools.lru_cache(_ToSequence)
 
 
 @region(ATTENTION_EXCHANGE)
 def to_heads(
-    tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], shard: SequenceShard, phase: str = "layer"
+    tensors: Sequence[Tensor], heads: Sequence[tuple[range, ...]], shard: SequenceShard, phase: str = "layer"
 ) -> list[Tensor]:
     """Sequence shards to head shards; tensors of one width and dtype go in one exchange.
 
     Args:
         tensors: Each of shape ``[B, H, T, D]``.
-        heads: For each rank, the run of heads of each tensor that goes there.
+        heads: For each tensor, the run of its heads that goes to each rank.
         shard: The shards.
         phase: What the exchange belongs to, for who watches.
 
@@ -83,30 +268,17 @@ def to_heads(
     for index, tensor in enumerate(tensors):
         alike.setdefault((tensor.shape[3], tensor.dtype), []).append(index)
     result = list(tensors)
-    for indices in alike.values():
-        chosen = [[rank_heads[index] for index in indices] for rank_heads in heads]
-        for index, tensor in zip(indices, _to_heads([tensors[index] for index in indices], chosen, shard, phase)):
+    for (width, _), indices in alike.items():
+        chosen = tuple([heads[index] for index in indices])
+        layout = _to_heads_layout(chosen, shard.sizes, shard.rank, tensors[0].shape[0], width)
+        exchanged = all_to_all([tensors[index] for index in indices], layout, shard.group, shard.mark(phase))
+        for index, tensor in zip(indices, exchanged):
             result[index] = tensor
     return result
 
 
-def _to_heads(tensors: list[Tensor], heads: list[list[range]], shard: SequenceShard, phase: str) -> list[Tensor]:
-    batch, _, positions, width = tensors[0].shape
-    pieces = [_run(run, tensor) for rank_heads in heads for run, tensor in zip(rank_heads, tensors)]
-    sent = [sum(map(len, rank_heads)) * batch * positions * width for rank_heads in heads]
-    counts = [len(run) for run in heads[shard.rank]]
-    received = [sum(counts) * batch * size * width for size in shard.sizes]
-    flat = all_to_all(torch.cat(pieces).view(-1), sent, received, shard.group, shard.mark(phase))
-    chunks = [chunk.view(sum(counts), batch, size, width) for chunk, size in zip(flat.split(received), shard.sizes)]
-    return [x_HBSD.transpose(0, 1) for x_HBSD in torch.cat(chunks, dim=2).split(counts)]
-
-
 @region(ATTENTION_EXCHANGE)
-def to_sequence(x_BSHD: Tensor, heads: Sequence[int], shard: SequenceShard, phase: str = "layer") -> Tensor:
+def to_sequence(x_BSHD: Tensor, heads: tuple[int, ...], shard: SequenceShard, phase: str = "layer") -> Tensor:
     """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
-    batch, _, own, width = x_BSHD.shape
-    sent = [batch * size * own * width for size in shard.sizes]
-    received = [batch * shard.size * count * width for count in heads]
-    flat = all_to_all(x_BSHD.transpose(0, 1).contiguous().view(-1), sent, received, shard.group, shard.mark(phase))
-    chunks = [chunk.view(shard.size, batch, count, width) for chunk, count in zip(flat.split(received), heads)]
-    return torch.cat(chunks, dim=2).transpose(0, 1)
+    layout = _to_sequence_layout(heads, shard.sizes, shard.rank, x_BSHD.shape[0], x_BSHD.shape[3])
+    return all_to_all([x_BSHD], layout, shard.group, shard.mark(phase))[0]

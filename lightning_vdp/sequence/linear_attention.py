@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
 from lightning_vdp.call import CALL, ForwardCall, arguments_by_name
-from lightning_vdp.sequence.heads import head_split, pick_heads, runs, to_heads, to_sequence
+from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 
 __all__ = ["divided_mixer", "gathered_mixer", "token_mixers"]
@@ -34,9 +34,9 @@ def _by_channel(
     """A depthwise causal convolution over positions: any division of its channels is exact."""
     channels = runs(x_BCT.shape[1], len(call.shard.sizes))
     own = slice(channels[call.shard.rank].start, channels[call.shard.rank].stop)
-    (x_BCS1,) = to_heads([x_BCT.unsqueeze(-1)], [[run] for run in channels], call.shard)
+    (x_BCS1,) = to_heads([x_BCT.unsqueeze(-1)], [channels], call.shard)
     y_BCS = function(x_BCS1.squeeze(-1), weight[own], None if bias is None else bias[own], **kwargs)
-    y_BTC1 = to_sequence(y_BCS.transpose(1, 2).unsqueeze(-1), [len(run) for run in channels], call.shard)
+    y_BTC1 = to_sequence(y_BCS.transpose(1, 2).unsqueeze(-1), tuple(map(len, channels)), call.shard)
     return y_BTC1.squeeze(-1).transpose(1, 2)
 
 
@@ -51,18 +51,18 @@ def _by_head(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A gated delta rule: heads do not know of each other. Tensors are ``[B, T, H, D]`` or ``[B, T, H]``."""
-    splits = head_split(value.shape[2], key.shape[2], len(call.shard.sizes))
+    splits = head_splits(value.shape[2], key.shape[2], len(call.shard.sizes))
     tensors = [x.unsqueeze(-1) if x.dim() == 3 else x for x in (query, key, value, g, beta)]
-    heads = [[split.key_value] * 2 + [split.query] * 3 for split in splits]
+    heads = (splits.key_value, splits.key_value, splits.query, splits.query, splits.query)
     exchanged = [x.transpose(1, 2) for x in to_heads([x.transpose(1, 2) for x in tensors], heads, call.shard)]
-    mine = splits[call.shard.rank]
+    mine = splits.ranks[call.shard.rank]
     if mine.groups is None:
         exchanged[:2] = [pick_heads(x, mine.reads, 2) for x in exchanged[:2]]
     query, key, value, g, beta = (
         x.squeeze(-1) if before.dim() == 3 else x for x, before in zip(exchanged, (query, key, value, g, beta))
     )
     output, _ = function(query, key, value, g=g, beta=beta, **kwargs)
-    return to_sequence(output, [len(split.query) for split in splits], call.shard), None
+    return to_sequence(output, splits.counts, call.shard), None
 
 
 _DIVIDED: Mapping[str, Callable[..., Any]] = {
@@ -141,7 +141,7 @@ def _run_divided(
             f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
             "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
         )
-    call.attended[id(self)] += 1
+    call.attended[self] += 1
     return output
 
 
@@ -164,7 +164,7 @@ def _run_gathered(signature: inspect.Signature, self: nn.Module, *args: Any, **k
     first = next(iter(arguments))
     arguments[first] = gather_sequence(arguments[first], call.shard)
     output = type(self).forward(self, **arguments)
-    call.attended[id(self)] += 1
+    call.attended[self] += 1
     if isinstance(output, tuple):
         return (shard_sequence(output[0], call.shard), *output[1:])
     return shard_sequence(output, call.shard)

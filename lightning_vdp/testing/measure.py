@@ -1,5 +1,6 @@
 """Counting what collectives move, at the collective itself, and what a forward keeps for backward."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,27 +15,36 @@ __all__ = ["ByteCounter", "SavedBytes"]
 class ByteCounter(TorchDispatchMode):
     """Within it, counts the bytes that this process receives from other ranks in all-to-all exchanges and all-gathers.
 
+    Args:
+        group: Count those of this group alone.
+
     Attributes:
         received: Bytes of each exchange in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        self._group = group
         self.received: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and func.__name__.startswith("alltoall_base_"):
-            output, _, group, output_sizes, *_ = args
-            assert isinstance(output, Tensor)
-            ranks = dist.get_world_size(dist.ProcessGroup.unbox(group))
-            rank = dist.get_rank(dist.ProcessGroup.unbox(group))
-            sizes = output_sizes or [output.shape[0] // ranks] * ranks
-            row = output.element_size() * (output.numel() // output.shape[0] if output.shape[0] else 0)
-            self.received.append(row * (sum(sizes) - sizes[rank]))
-        elif func.namespace == "c10d" and func.__name__.startswith("_allgather_base_"):
-            output, own, *_ = args
-            self.received.append((output.numel() - own.numel()) * output.element_size())
+        if func.namespace == "c10d" and func.__name__.startswith(("alltoall_base_", "_allgather_base_")):
+            group = dist.ProcessGroup.unbox(args[2])
+            if self._group in (None, group):
+                gathers = func.__name__.startswith("_allgather_base_")
+                self.received.append(_gathered(*args[:2]) if gathers else _exchanged(args[0], args[3], group))
         return func(*args, **(kwargs or {}))
+
+
+def _gathered(output: Tensor, own: Tensor) -> int:
+    return (output.numel() - own.numel()) * output.element_size()
+
+
+def _exchanged(output: Tensor, sizes: list[int] | None, group: dist.ProcessGroup) -> int:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = sizes or [output.shape[0] // ranks] * ranks
+    row = output.element_size() * (output.numel() // output.shape[0] if output.shape[0] else 0)
+    return row * (sum(sizes) - sizes[rank])
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -42,16 +52,18 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         module: Whose parameters are left out; FSDP may have divided it.
+        given: Tensors that are left out because somebody else holds them too, such as those of the batch.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Tensor] = ()) -> None:
         self._module = module
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
         self._kept: dict[int, int] = {}
         super().__init__(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters():
+        if storage.data_ptr() not in self._given | self._parameters():
             self._kept[storage._cdata] = storage.nbytes()
         return tensor
 

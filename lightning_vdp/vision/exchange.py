@@ -1,14 +1,12 @@
 """How features get from the owners of units to the ranks that need them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lightning_vdp.collectives import all_gather
+from lightning_vdp.collectives import all_gather, all_to_all
 from lightning_vdp.regions import EXCHANGE, region
 from lightning_vdp.vision.routes import Routes
 from lightning_vdp.vision.units import UnitPlan
@@ -60,8 +58,7 @@ def route_features(
         For each level, one tensor ``[rows of the shard, width]`` in the order of the placeholders, in a list of its own.
     """
     rows = _side_by_side(levels)
-    send_order, receive_order = (_to_device(order, rows.device) for order in (routes.send_order, routes.receive_order))
-    routed = _Route.apply(rows, send_order, receive_order, routes.send_counts, routes.receive_counts, group, mark)
+    (routed,) = all_to_all([rows], _RoutedRows(routes, rows.shape[1], rows.device), group, mark)
     return [[level] for level in routed.split([level.shape[1] for level in levels], dim=1)]
 
 
@@ -83,40 +80,38 @@ def _to_device(order: Tensor, device: torch.device) -> Tensor:
     return order.pin_memory().to(device, non_blocking=True)
 
 
-class _Route(torch.autograd.Function):
-    """Permutes rows by destination, exchanges them and permutes them by position; backward runs the same way back."""
+class _RoutedRows:
+    """Rows ``[rows, width]`` of a rank's units to rows of its shard; what is sent lies by destination.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        send_order: Tensor,
-        receive_order: Tensor,
-        send_counts: tuple[int, ...],
-        receive_counts: tuple[int, ...],
-        group: dist.ProcessGroup,
-        mark: Mark,
-    ) -> Tensor:
-        ctx.save_for_backward(send_order, receive_order)
-        ctx.counts, ctx.group, ctx.mark = (send_counts, receive_counts), group, mark
-        with mark("forward"):
-            return _exchange_rows(rows[send_order], send_counts, receive_counts, group)[receive_order]
+    Args:
+        routes: This rank's routes.
+        width: Of a row.
+        device: Of the rows.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        send_order, receive_order = ctx.saved_tensors
-        send_counts, receive_counts = ctx.counts
-        back = torch.empty_like(gradient)
-        back[receive_order] = gradient
-        with ctx.mark("backward"):
-            received = _exchange_rows(back, receive_counts, send_counts, ctx.group)
-        rows = torch.empty_like(received)
-        rows[send_order] = received
-        return rows, None, None, None, None, None, None
+    def __init__(self, routes: Routes, width: int, device: torch.device) -> None:
+        self._width = width
+        self._send_order, self._receive_order = (
+            _to_device(order, device) for order in (routes.send_order, routes.receive_order)
+        )
+        self.input_sizes = [count * width for count in routes.send_counts]
+        self.output_sizes = [count * width for count in routes.receive_counts]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0][self._send_order].view(-1)
+
+    def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (flat.view(-1, self._width)[self._receive_order],)
+
+    def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return (_put(flat.view(-1, self._width), self._send_order),)
+
+    def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
+        return _put(gradients[0], self._receive_order).view(-1)
 
 
-def _exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    output = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
-    return output
+def _put(rows: Tensor, places: Tensor) -> Tensor:
+    """Undoes a permutation: row i goes to the i-th of the places."""
+    moved = rows.new_empty(rows.shape)
+    moved[places] = rows
+    return moved

@@ -1,5 +1,6 @@
 """From a forward's arguments to plans: what its units are, who owns them and where their features go."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,22 +69,42 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, fa
     return UnitDraft(tuple(sizes), rows, tuple(map(tuple, grids)), frames)
 
 
-def assign_units(draft: UnitDraft, facts: Facts, config: Any, settings: Settings, ranks: int) -> UnitPlan:
+def assign_units(
+    drafts: Mapping[str, UnitDraft], facts: Facts, config: Any, settings: Settings, ranks: int
+) -> dict[str, UnitPlan]:
     """Gives units owners such that predicted costs are even.
 
+    What a rank keeps adds up over modalities, so that memory is balanced over all of them; their towers run one after
+    another and ranks wait for each other in each, so that time is balanced within each.
+
     Args:
-        draft: The units.
+        drafts: The units of each modality, by name.
         facts: Facts about the model type.
         config: The model's config.
         settings: What is balanced, and how.
         ranks: Size of the sequence group.
+
+    Returns:
+        The plan of each modality, by name.
     """
-    costs = draft.sizes
-    if draft.grids and settings.vision_balance == "time":
-        cost = tower_cost(getattr(config, "vision_config", None), facts.tower_mlp_matrices)
-        costs = draft.sizes if cost is None else tuple(cost(draft.grids))
-    owners = tuple(assign(costs, ranks, settings.vision_assignment if facts.listed else "contiguous"))
-    return UnitPlan(draft.sizes, draft.rows, costs, owners, ranks, draft.frames)
+    costs = {name: _costs(draft, facts, config, settings) for name, draft in drafts.items()}
+    method = settings.vision_assignment if facts.listed else "contiguous"
+    if settings.vision_balance == "memory" and method == "balanced":
+        owners = iter(assign([cost for each in costs.values() for cost in each], ranks, method))
+        assigned = {name: tuple(itertools.islice(owners, len(each))) for name, each in costs.items()}
+    else:
+        assigned = {name: tuple(assign(each, ranks, method)) for name, each in costs.items()}
+    return {
+        name: UnitPlan(draft.sizes, draft.rows, costs[name], assigned[name], ranks, draft.frames)
+        for name, draft in drafts.items()
+    }
+
+
+def _costs(draft: UnitDraft, facts: Facts, config: Any, settings: Settings) -> tuple[int, ...]:
+    if not draft.grids or settings.vision_balance == "memory":
+        return draft.sizes
+    cost = tower_cost(getattr(config, "vision_config", None), facts.tower_mlp_matrices)
+    return draft.sizes if cost is None else tuple(cost(draft.grids))
 
 
 def working_units(
