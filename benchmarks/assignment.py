@@ -6,9 +6,11 @@ with the ranks: one sample for every two. What is balanced is the cost of a towe
 patches alone.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.mixes import MIXES, Grid
 from benchmarks.report import Chart, Options, Report, at_most
@@ -72,7 +74,7 @@ def run(options: Options) -> Report:
     """Plans all mixes at all sizes."""
     turns = 3 if options.quick else 20
     figures: dict[str, float] = {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for mix in MIXES:
         for ranks in _RANKS[:4] if options.quick else _RANKS:
             units = _units(mix, ranks // 2)
@@ -87,9 +89,9 @@ def run(options: Options) -> Report:
             balances = {name: _balance(costs, plan, ranks) for name, plan in plans.items()}
             figures[f"balance_{mix}_r{ranks}"] = balances["balanced"]
             rows.append({"mix": mix, "ranks": ranks, "units": len(units), "bound": bound, **balances})
-    for units, ranks in ((10_000, 64), (32, 8)):
-        costs = _COST(_units("documents", -(-units // 32))[:units])
-        figures[f"plan_ms_{units}x{ranks}"] = _median_ms(lambda costs=costs, ranks=ranks: balanced(costs, ranks), turns)
+    for count, ranks in ((10_000, 64), (32, 8)):
+        costs = _COST(_units("documents", -(-count // 32))[:count])
+        figures[f"plan_ms_{count}x{ranks}"] = _median_ms(functools.partial(balanced, costs, ranks), turns)
     shown = [row for row in rows if row["ranks"] in (2, 8, 64, 1024)]
     return Report(
         figures=figures,

@@ -44,7 +44,8 @@ def _kept(options: Options, length: int, key_value_heads: int, padded: bool, ran
         max_position_embeddings=length,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device)
+    model = LlamaForCausalLM(config)
+    model.to(device.type)  # type: ignore[arg-type]
     batch: dict[str, Any] = {"input_ids": torch.randint(128, (1, length))}
     if padded:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

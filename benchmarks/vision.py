@@ -37,7 +37,8 @@ class VisionSides:
     def __init__(
         self, batch: dict[str, Tensor], device: torch.device, tower_hidden: int, tower_layers: int = 4, **settings: Any
     ) -> None:
-        model = qwen(layers=0, hidden=64, tower_layers=tower_layers, tower_hidden=tower_hidden).to(device)
+        model = qwen(layers=0, hidden=64, tower_layers=tower_layers, tower_hidden=tower_hidden)
+        model.to(device.type)  # type: ignore[arg-type]
         model.get_input_embeddings().requires_grad_(False)
         self.batch = batch
         self.mesh = SequenceMesh(device.type, 1, dist.get_world_size())

@@ -104,6 +104,8 @@ def describe_other_batches(
     problems = []
     for start in range(0, len(headers), ranks):
         for rank in range(start + 1, start + ranks):
+            if headers[rank] is headers[start]:
+                continue
             other = _different(headers[start], headers[rank], family)
             if other is None:
                 continue

@@ -1,7 +1,7 @@
 """What one forward needs to know about itself: it travels with the call's arguments and is stored nowhere else."""
 
+import functools
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from lightning_vdp.vision.units import UnitPlan
 __all__ = [
     "CALL",
     "ForwardCall",
+    "Parameters",
     "Settings",
-    "arguments_by_name",
     "call_of",
     "host_copy",
     "host_tensors",
@@ -31,6 +31,7 @@ __all__ = [
     "keep_samples",
     "known_host_copy",
     "known_sample",
+    "parameters_of",
     "sample",
     "with_call",
 ]
@@ -135,7 +136,7 @@ class ForwardCall:
         self.loose_ends: list[Tensor] = []
         self._pending: list[Modality] | None = None
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._cut: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._cut: dict[int, tuple[Any, Any]] = {}
 
     @property
     def pending(self) -> list[Modality]:
@@ -155,13 +156,22 @@ class ForwardCall:
         """Whether every rank runs the tower on every unit."""
         return self.whole or not self.settings.vision_data_parallel
 
-    def cut_once(self, whole: Tensor, dim: int) -> Tensor:
-        """Cuts a tensor that all layers share (rotary tables) the first time a layer asks."""
+    def cut_once(self, whole: Any, dim: int) -> Any:
+        """Cuts what all layers share (rotary tables, in tuples too) the first time a layer asks.
+
+        What has no dimension as long as the sequence stays as it is.
+        """
         known = self._cut.get(id(whole))
-        if known is None or known[0]() is not whole:
-            known = (weakref.ref(whole), shard_sequence(whole, self.shard, dim))
-            self._cut[id(whole)] = known
-            self._wholes[id(known[1])] = (known[1], whole)
+        if known is None:
+            if isinstance(whole, tuple):
+                cut: Any = tuple([self.cut_once(part, dim) for part in whole])
+            elif isinstance(whole, Tensor) and whole.shape[dim] == self.shard.length:
+                cut = shard_sequence(whole, self.shard, dim)
+                self._wholes[id(cut)] = (cut, whole)
+            else:
+                cut = whole
+            # with the whole, whose place in memory must not be taken by another
+            known = self._cut[id(whole)] = (whole, cut)
         return known[1]
 
     def whole_of(self, cut: Any) -> Any:
@@ -172,18 +182,46 @@ class ForwardCall:
         return cut if known is None or known[0] is not cut else known[1]
 
 
-def arguments_by_name(
-    signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a method by name, those among its `**kwargs` too; without the module itself.
+class Parameters:
+    """The parameters of a method, to name arguments by: `inspect.Signature` does so too, but slowly for every step.
 
-    Raises:
-        TypeError: If the method does not take them.
+    Args:
+        method: A function whose first parameter is the module.
     """
-    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
-    bound.update(bound.pop("kwargs", {}))
-    del bound["self"]
-    return bound
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(method)
+        kinds = {name: parameter.kind for name, parameter in list(self.signature.parameters.items())[1:]}
+        self.positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self._named = frozenset(name for name, kind in kinds.items() if kind not in _VARIABLE)
+        self._takes_others = inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+    def by_name(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, those among its `**kwargs` too; without the module itself.
+
+        Raises:
+            TypeError: If the method does not take them.
+        """
+        given = dict(zip(self.positional, args))
+        if len(args) > len(self.positional) or not given.keys().isdisjoint(kwargs):
+            raise self._refusal(module, args, kwargs)
+        if not self._takes_others and not self._named.issuperset(kwargs):
+            raise self._refusal(module, args, kwargs)
+        given.update(kwargs)
+        return given
+
+    def _refusal(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+        try:
+            self.signature.bind_partial(module, *args, **kwargs)
+        except TypeError as error:
+            return error
+        return TypeError("positional arguments beyond the named ones")
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+# taken once for each method, since features are asked for in every step
+parameters_of = functools.cache(Parameters)
 
 
 def with_call(tensor: Tensor, call: ForwardCall) -> Tensor:

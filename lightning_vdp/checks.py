@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,10 +33,9 @@ def counts_of(counts: Any) -> list[int]:
     return host_copy(counts).flatten().tolist() if isinstance(counts, Tensor) else [int(count) for count in counts]
 
 
-def count_placeholders(ids: Tensor, modality: Modality, config: Any) -> int:
+def count_placeholders(ids: Tensor, modality: Modality) -> int:
     """Number of a modality's placeholder tokens in input ids ``[B, S]``."""
-    token = modality.token(config)
-    return 0 if token is None else int(host_copy(ids).eq(token).sum())
+    return 0 if modality.token is None else int(np.count_nonzero(host_copy(ids).numpy() == modality.token))
 
 
 def describe_bad_input(
@@ -82,11 +82,13 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
     sound = next((name for name, value in arguments.items() if value is not None and name.startswith(_SOUND)), None)
     if sound is not None:
         return f"`{sound}` is there, but sound is not divided; leave it out, or set `sequence_parallel_size=1`"
+    # asked for once: configs take long to answer
+    text = config.get_text_config()
     return (
-        _describe_requests(arguments, config)
-        or _describe_types(arguments, config)
+        _describe_requests(arguments, text)
+        or _describe_types(arguments, text)
         or _describe_shapes(arguments, batch, length)
-        or _describe_vocabulary(arguments, config)
+        or _describe_vocabulary(arguments, text)
         or next(
             (
                 problem
@@ -95,14 +97,14 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
             ),
             None,
         )
-        or _describe_positions(arguments, family, config)
+        or _describe_positions(arguments, family)
     )
 
 
-def _describe_requests(arguments: Mapping[str, Any], config: Any) -> str | None:
+def _describe_requests(arguments: Mapping[str, Any], text: Any) -> str | None:
     for name in _WHOLE_ONLY:
         asked = arguments.get(name)
-        by_config = name != "use_cache" and getattr(config.get_text_config(), name, False)
+        by_config = name != "use_cache" and getattr(text, name, False)
         if asked or (asked is None and by_config):
             return f"`{name}` is not available while the sequence is divided; switch it off"
     if arguments.get("return_dict") is False:
@@ -116,11 +118,11 @@ def _describe_requests(arguments: Mapping[str, Any], config: Any) -> str | None:
     return None
 
 
-def _describe_types(arguments: Mapping[str, Any], config: Any) -> str | None:
+def _describe_types(arguments: Mapping[str, Any], text: Any) -> str | None:
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if ids is not None and embeddings is not None:
         return "the forward got both `input_ids` and `inputs_embeds`; pass one of them"
-    width = getattr(config.get_text_config(), "hidden_size", None)
+    width = getattr(text, "hidden_size", None)
     if isinstance(embeddings, Tensor) and width and (embeddings.dim() != 3 or embeddings.shape[-1] != width):
         return f"`inputs_embeds` has shape {list(embeddings.shape)}, but must be [rows, positions, {width}]"
     for name in ("input_ids", "labels", "shift_labels"):
@@ -171,24 +173,28 @@ def _describe_shapes(arguments: Mapping[str, Any], batch: int, length: int) -> s
     return None
 
 
-def _describe_vocabulary(arguments: Mapping[str, Any], config: Any) -> str | None:
-    size = int(config.get_text_config().vocab_size)
+def _describe_vocabulary(arguments: Mapping[str, Any], text: Any) -> str | None:
+    size = int(text.vocab_size)
     for name in ("input_ids", "labels", "shift_labels"):
         value = arguments.get(name)
         # not worth a device sync
         host = known_host_copy(value) if isinstance(value, Tensor) else None
         if host is None or not host.numel():
             continue
-        if int(host.max()) >= size:
-            return (
-                f"`{name}` holds the id {int(host.max())}, but the vocabulary has {size}; use the model's own tokenizer"
-            )
-        if name == "input_ids" and int(host.min()) < 0:
-            return f"`input_ids` holds the id {int(host.min())}, but ids start at 0; -100 belongs into labels alone"
+        ids = host.numpy()
+        least, most = int(ids.min()), int(ids.max())
+        if most >= size:
+            return f"`{name}` holds the id {most}, but the vocabulary has {size}; use the model's own tokenizer"
+        if least >= 0:
+            continue
+        if name == "input_ids":
+            return f"`input_ids` holds the id {least}, but ids start at 0; -100 belongs into labels alone"
         ignored = int(arguments.get("ignore_index") or IGNORED)
-        wrong = host[(host < 0) & (host != ignored)]
-        if name != "input_ids" and wrong.numel():
-            return f"`{name}` holds the label {int(wrong[0])}, but must hold ids, or {ignored} where a position does not count"
+        wrong = ids[(ids < 0) & (ids != ignored)]
+        if wrong.size:
+            return (
+                f"`{name}` holds the label {wrong[0]}, but must hold ids, or {ignored} where a position does not count"
+            )
     return None
 
 
@@ -215,7 +221,7 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     facts = family.facts
     pixels = arguments.get(modality.pixels)
     if pixels is None:
-        return _describe_absent(arguments, modality, config, family)
+        return _describe_absent(arguments, modality, family)
     if not isinstance(pixels, Tensor):
         return (
             f"`{modality.pixels}` is a {type(pixels).__name__}, but must be a tensor; pass what the processor returned"
@@ -268,26 +274,26 @@ def _describe_modality(arguments: Mapping[str, Any], modality: Modality, config:
     ids = arguments.get("input_ids")
     if not facts.merged_rows or not isinstance(ids, Tensor):
         return None
-    tokens = count_placeholders(ids, modality, config)
+    tokens = count_placeholders(ids, modality)
     if tokens != patches // merge**2:
         return (
             f"the batch has {tokens} {modality.name} tokens, but its {len(grids)} {modality.name}s yield "
             f"{patches // merge**2} features; check that truncation did not cut {modality.name} tokens off"
         )
-    return _describe_rows(ids, modality, config, [time * height * width // merge**2 for time, height, width in grids])
+    return _describe_rows(ids, modality, [time * height * width // merge**2 for time, height, width in grids])
 
 
-def _describe_absent(arguments: Mapping[str, Any], modality: Modality, config: Any, family: Family) -> str | None:
+def _describe_absent(arguments: Mapping[str, Any], modality: Modality, family: Family) -> str | None:
     """Placeholders whose pixels are missing, which the model would take for words."""
     ids = arguments.get("input_ids")
     host = known_host_copy(ids) if isinstance(ids, Tensor) else None
     if host is None or arguments.get("mm_encoder_outputs") is not None:
         return None
     present = [other for other in family.modalities if arguments.get(other.pixels) is not None]
-    if any(other.token(config) == modality.token(config) for other in present):
+    if any(other.token == modality.token for other in present):
         # some models mark images and videos alike
         return None
-    tokens = count_placeholders(host, modality, config)
+    tokens = count_placeholders(host, modality)
     if not tokens:
         return None
     return (
@@ -295,9 +301,9 @@ def _describe_absent(arguments: Mapping[str, Any], modality: Modality, config: A
     )
 
 
-def _describe_rows(ids: Any, modality: Modality, config: Any, features: list[int]) -> str | None:
+def _describe_rows(ids: Any, modality: Modality, features: list[int]) -> str | None:
     """Looks for a row of the batch that holds a part of an image."""
-    token = modality.token(config)
+    token = modality.token
     if token is None or not isinstance(ids, Tensor) or ids.shape[0] == 1:
         return None
     counts = host_copy(ids).eq(token).sum(1).tolist()
@@ -312,7 +318,7 @@ def _describe_rows(ids: Any, modality: Modality, config: Any, features: list[int
     return None
 
 
-def _describe_positions(arguments: Mapping[str, Any], family: Family, config: Any) -> str | None:
+def _describe_positions(arguments: Mapping[str, Any], family: Family) -> str | None:
     vision = any(arguments.get(modality.pixels) is not None for modality in family.modalities)
     known = arguments.get("mm_token_type_ids") is not None or arguments.get("position_ids") is not None
     if family.needs_token_types and vision and not known and arguments.get("input_ids") is not None:
@@ -324,9 +330,10 @@ def _describe_positions(arguments: Mapping[str, Any], family: Family, config: An
     known_types = known_host_copy(types) if isinstance(types, Tensor) else None
     if not family.needs_token_types or known_ids is None or known_types is None:
         return None
+    # broadcast as tensors would be
+    text = known_types.numpy() == 0
     for modality in family.modalities:
-        token = modality.token(config)
-        if token is not None and known_types.eq(0).logical_and(known_ids.eq(token)).any():
+        if modality.token is not None and np.any(text & (known_ids.numpy() == modality.token)):
             return (
                 f"`mm_token_type_ids` takes {modality.name} tokens for text, which makes positions wrong; pass what the "
                 "processor returned"

@@ -17,10 +17,11 @@ from lightning_vdp.batches import describe_other_batches, digest_batch
 from lightning_vdp.call import (
     CALL,
     ForwardCall,
+    Parameters,
     Settings,
-    arguments_by_name,
     host_copy,
     known_host_copy,
+    parameters_of,
     with_call,
 )
 from lightning_vdp.checks import describe_bad_input, describe_unreadable
@@ -214,9 +215,9 @@ def _divide_model(
     all_mixers = [mixer for layer in model.layers for mixer in token_mixers(layer)]
     start = _Entry(mesh, settings, model.family, lockstep, first, bool(all_mixers), norms)
     for entry in model.entries:
-        begin = functools.partial(_begin_call, start, inspect.signature(type(entry).forward))
+        begin = functools.partial(_begin_call, start, parameters_of(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
-    enter = functools.partial(_enter_base, inspect.signature(type(model.base).forward))
+    enter = functools.partial(_enter_base, parameters_of(type(model.base).forward))
     division.hook(model.base.register_forward_pre_hook, enter)
     for modality in model.family.modalities:
         division.method(model.base, modality.features, divided_features(modality))
@@ -254,7 +255,7 @@ def _divide_model(
 
 
 def _begin_call(
-    entry: _Entry, signature: inspect.Signature, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    entry: _Entry, parameters: Parameters, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Forward pre-hook of a model: starts a divided call, unless this forward is part of one or must stay whole."""
     if CALL in kwargs or not entry.mesh.is_open:
@@ -262,7 +263,7 @@ def _begin_call(
     problem = None if entry.lockstep else _describe_trained_tower(module, entry.family)
     arguments: dict[str, Any] = {}
     try:
-        arguments = arguments_by_name(signature, module, args, kwargs)
+        arguments = parameters.by_name(module, args, kwargs)
     except TypeError as error:
         problem = f"the forward cannot be called like this ({error}); pass what the processor returned, by name"
     if any(arguments.get(name) is not None for name in ("cache", "past_key_values")):
@@ -304,7 +305,7 @@ def _start_call(
     if error is None:
         try:
             header, drafts = _describe_batch(entry, config, arguments)
-            error = _describe_nothing_to_encode(entry, config, arguments, drafts)
+            error = _describe_nothing_to_encode(entry, arguments, drafts)
             every = settings.check_batches_every_n_steps
             if whole is None and every and step % every == 0:
                 header |= {"digest": digest_batch(arguments, family), "loader": [mesh.suspicion]}
@@ -355,12 +356,10 @@ def _start_generation(entry: _Entry, config: Any, inputs: dict[str, Any]) -> For
     return ForwardCall(mesh, settings, family, 0, {}, headers, device, whole=True)
 
 
-def _describe_smallest(
-    modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts, config: Any
-) -> list[int]:
+def _describe_smallest(modality: Modality, arguments: dict[str, Any], draft: UnitDraft, facts: Facts) -> list[int]:
     plan = UnitPlan(draft.sizes, draft.rows, draft.sizes, (0,) * len(draft.sizes), 1, draft.frames)
     own = {name: _on_host(value) for name, value in arguments.items() if name in modality.arguments}
-    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
+    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts)
     smallest = cheapest(draft.sizes, working)
     return describe_unit(select_units(own, [smallest], plan, modality, facts), modality)
 
@@ -398,17 +397,17 @@ def _describe_units(
             header["modalities"].append(index)
             header[f"{modality.name}_units"] = list(draft.sizes)
             if not facts.tiny_unit:
-                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts, config)
+                header[f"{modality.name}_smallest"] = _describe_smallest(modality, arguments, draft, facts)
     return header, drafts
 
 
 def _describe_nothing_to_encode(
-    entry: _Entry, config: Any, arguments: dict[str, Any], drafts: Mapping[str, UnitDraft]
+    entry: _Entry, arguments: dict[str, Any], drafts: Mapping[str, UnitDraft]
 ) -> str | None:
     facts, replicas = entry.family.facts, entry.mesh.data_parallel_size
     for modality in entry.family.modalities if entry.settings.vision_data_parallel else ():
         if modality.name in drafts:
-            problem = describe_nothing_to_encode(modality, arguments, drafts[modality.name], facts, config, replicas)
+            problem = describe_nothing_to_encode(modality, arguments, drafts[modality.name], facts, replicas)
             if problem is not None:
                 return problem
     return None
@@ -452,15 +451,13 @@ def _verify_first_batch(entry: _Entry, module: PreTrainedModel, arguments: dict[
     exchange_headers(mesh, {}, describe_difference(divided, whole_result, module.config)).wait()
 
 
-def _enter_base(
-    signature: inspect.Signature, base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _enter_base(parameters: Parameters, base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the base model: its ids and pixels carry the call to its methods, absent towers run through it."""
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None:
         return None
     call.base = base
-    arguments = signature.bind_partial(base, *args, **kwargs).arguments
+    arguments = parameters.by_name(base, args, kwargs)
     ids = arguments.get("input_ids")
     carriers = {
         name: with_call(arguments[name], call)
@@ -468,7 +465,7 @@ def _enter_base(
         for name in modality.carriers(call.family.facts)
     }
     given = arguments.get("mm_encoder_outputs") is not None
-    tokens = [modality.token(base.config) for modality in call.present]
+    tokens = [modality.token for modality in call.present]
     # where one token stands for images and videos, the model tells them apart by what surrounds it
     apart = len(set(tokens)) == len(tokens)
     call.counted = ids is not None and not given and apart and call.family.facts.routed
@@ -477,8 +474,7 @@ def _enter_base(
     if ids is not None and call.routed:
         carriers["input_ids"] = with_call(ids, call)
     # in the places where they came: some decorators of forwards add keyword arguments of their own
-    names = list(signature.parameters)[1 : len(args) + 1]
-    positional = tuple(carriers.pop(name, value) for name, value in zip(names, args))
+    positional = tuple(carriers.pop(name, value) for name, value in zip(parameters.positional, args))
     return positional, {**kwargs, **carriers}
 
 

@@ -6,8 +6,10 @@ goes on, and read them where first needed. An error that one rank found travels 
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_vdp.mesh import SequenceMesh
@@ -112,14 +114,19 @@ class PendingHeaders:
         return self._headers
 
     def _receive(self) -> list[dict[str, list[int]]]:
-        self._work.wait()
-        rows = self._buffer.view(self._mesh.world_size, -1).tolist()
-        longest = max(row[0] for row in rows)
+        rows = self._rows()
+        longest = int(rows[:, 0].max())
         if longest > _CAPACITY:
             self._buffer, self._work = self._send(longest)
-            self._work.wait()
-            rows = self._buffer.view(self._mesh.world_size, -1).tolist()
-        return [decode(row) for row in rows]
+            rows = self._rows()
+        # ranks of a group hold one batch, so that most rows come several times; nobody writes to headers
+        keys = [row.tobytes() for row in rows]
+        decoded = {key: decode(row.tolist()) for key, row in dict(zip(keys, rows)).items()}
+        return [decoded[key] for key in keys]
+
+    def _rows(self) -> NDArray[np.int64]:
+        self._work.wait()
+        return self._buffer.cpu().numpy().reshape(self._mesh.world_size, -1)
 
 
 def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:

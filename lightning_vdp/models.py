@@ -45,7 +45,7 @@ class Modality:
         features: Method of the base model that runs the tower and the projector.
         arguments: All arguments of that method.
         counts: Forward argument with the rows of the pixels that each unit takes, where there is one.
-        placeholder: Whose token id in the config marks the places of its features.
+        token: Id of the placeholder that marks the places of its features; None where there is none.
     """
 
     name: str
@@ -54,26 +54,11 @@ class Modality:
     features: str
     arguments: tuple[str, ...] = ()
     counts: str | None = None
-    placeholder: str = ""
+    token: int | None = None
 
     def carriers(self, facts: "Facts") -> list[str]:
         """Arguments that reach the features method as they are."""
         return [self.pixels] if facts.pixels_dim == 0 or self.grid is None else [self.pixels, self.grid]
-
-    def token(self, config: Any) -> int | None:
-        """The id of the placeholder token; None where there is none."""
-        kind = self.placeholder or self.name
-        for name in (
-            f"{kind}_token_id",
-            f"{kind}_token_index",
-            f"{kind}_patch_id",
-            "image_token_id",
-            "image_token_index",
-        ):
-            value = getattr(config, name, None)
-            if isinstance(value, int):
-                return value
-        return None
 
 
 @dataclass(frozen=True)
@@ -209,6 +194,12 @@ _COUNTS = re.compile("^num_.*_per_(image|video)$|^batch_num_images$|^images_per_
 _FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 
 
+def _placeholder(config: Any, kind: str) -> int | None:
+    """The id of the token that stands for features of a kind."""
+    names = (f"{kind}_token_id", f"{kind}_token_index", f"{kind}_patch_id", "image_token_id", "image_token_index")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
 def family_of(base: PreTrainedModel) -> Family:
     """Reads off a base model how it is divided: transformers names methods and their arguments alike in all models."""
     facts = FACTS.get(base.config.model_type, Facts())
@@ -222,9 +213,9 @@ def family_of(base: PreTrainedModel) -> Family:
             grid = next((argument for argument in names if _GRID.search(argument)), None)
             placeholder = facts.video_placeholder if name == "video" else name
             counts = next((argument for argument in names if _COUNTS.search(argument)), None)
-            modalities.append(Modality(name, names[0], grid, method, names, counts, placeholder))
-    tokens = [modality.token(base.config) for modality in modalities]
-    routable = hasattr(base, "get_placeholder_mask") and None not in tokens
+            token = _placeholder(base.config, placeholder)
+            modalities.append(Modality(name, names[0], grid, method, names, counts, token))
+    routable = hasattr(base, "get_placeholder_mask") and None not in [modality.token for modality in modalities]
     positions = getattr(type(base), "get_rope_index", None)
     return Family(
         modalities=tuple(modalities),

@@ -95,7 +95,7 @@ def _without_vision(arguments: Mapping[str, Any], family: Family, config: Any) -
     vision = {"mm_token_type_ids", *(name for modality in family.modalities for name in modality.arguments)}
     words = {name: value for name, value in arguments.items() if name not in vision}
     for modality in family.modalities:
-        token = modality.token(config)
+        token = modality.token
         if token is not None:
             words["input_ids"] = words["input_ids"].masked_fill(words["input_ids"] == token, 0)
     return words
@@ -105,7 +105,7 @@ def _whole_units(arguments: Mapping[str, Any], modality: Modality, config: Any, 
     """Positions of a row up to the first unit that does not fit in whole, and the units before it."""
     if arguments.get(modality.pixels) is None:
         return len(row), 0
-    token = modality.token(config)
+    token = modality.token
     assert token is not None
     places = row.eq(token).nonzero().flatten()
     merged = int(config.vision_config.spatial_merge_size) ** 2

@@ -114,7 +114,7 @@ def test_routes_bring_every_row_to_its_shard_in_order(seed: int) -> None:
     owners = [draw.randrange(ranks) for _ in rows]
     plan = UnitPlan(tuple(rows), tuple(rows), tuple(rows), tuple(owners), ranks)
     owner_of_row = [owner for owner, count in zip(owners, rows) for _ in range(count)]
-    routes = [plan_routes(flat, plan, sizes, rank) for rank in range(ranks)]
+    routes = [plan_routes(flat.numpy(), plan, sizes, rank) for rank in range(ranks)]
     sent: list[list[list[int]]] = []
     for rank in range(ranks):
         own = torch.tensor([row for row, owner in enumerate(owner_of_row) if owner == rank], dtype=torch.int64)

@@ -72,22 +72,16 @@ def shard_layer_inputs(
         call.randomness.__enter__()
     if len(args) > 1:
         args = tuple(
-            value if name is None else _cut(value, PER_POSITION[name], call) for name, value in zip(names, args)
+            value if name is None else call.cut_once(value, PER_POSITION[name]) for name, value in zip(names, args)
         )
     kwargs = dict(kwargs)
     tables = kwargs.get("position_embeddings")
     if tables is not None:
-        kwargs["position_embeddings"] = _cut(tables, -2, call)
+        kwargs["position_embeddings"] = call.cut_once(tables, -2)
     for name, dim in PER_POSITION.items():
         if name in kwargs:
-            kwargs[name] = _cut(kwargs[name], dim, call)
+            kwargs[name] = call.cut_once(kwargs[name], dim)
     return args, kwargs
-
-
-def _cut(x: Any, dim: int, call: ForwardCall) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_cut(part, dim, call) for part in x)
-    return call.cut_once(x, dim) if isinstance(x, Tensor) and x.shape[dim] == call.shard.length else x
 
 
 def check_decoder_outputs(

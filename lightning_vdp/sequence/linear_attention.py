@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
-from lightning_vdp.call import CALL, ForwardCall, arguments_by_name
+from lightning_vdp.call import CALL, ForwardCall, Parameters, parameters_of
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
 
@@ -107,17 +107,15 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     names = _names(module)
     if names & _GATHERED:
         return gathered_mixer(module)
-    return functools.partial(_run_divided, inspect.signature(forward), tuple(sorted(names & _DIVIDED.keys())))
+    return functools.partial(_run_divided, parameters_of(forward), tuple(sorted(names & _DIVIDED.keys())))
 
 
-def _run_divided(
-    signature: inspect.Signature, names: tuple[str, ...], self: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
+def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call: ForwardCall | None = kwargs.get(CALL)
     own = inspect.unwrap(type(self).forward)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
-    arguments = arguments_by_name(signature, self, args, kwargs)
+    arguments = parameters.by_name(self, args, kwargs)
     del arguments[CALL]
     for name in ("attention_mask", "conv_mask"):
         mask = arguments.get(name)
@@ -151,15 +149,15 @@ def gathered_mixer(module: nn.Module) -> Callable[..., Any]:
     Args:
         module: Takes hidden states first and returns them, or a tuple that begins with them.
     """
-    return functools.partial(_run_gathered, inspect.signature(type(module).forward))
+    return functools.partial(_run_gathered, parameters_of(type(module).forward))
 
 
-def _run_gathered(signature: inspect.Signature, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_gathered(parameters: Parameters, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Every rank mixes the whole sequence and keeps its shard: exact, and no lighter than undivided."""
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
-    arguments = {name: call.whole_of(x) for name, x in arguments_by_name(signature, self, args, kwargs).items()}
+    arguments = {name: call.whole_of(x) for name, x in parameters.by_name(self, args, kwargs).items()}
     del arguments[CALL]
     first = next(iter(arguments))
     arguments[first] = gather_sequence(arguments[first], call.shard)

@@ -30,31 +30,36 @@ def contiguous(costs: Sequence[int], ranks: int) -> list[int]:
     if not costs:
         return []
     ends = list(accumulate(costs))
-    low, high = max(max(costs), -(-ends[-1] // ranks)), ends[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _cuts(ends, ranks, middle) is None:
-            low = middle + 1
+    mean = -(-ends[-1] // ranks)
+    low = limit = max(max(costs), mean)
+    # runs that end because the next unit would exceed this have the mean load at least, so that they suffice
+    high = min(mean + max(costs), ends[-1])
+    best = None
+    while best is None or low < high:
+        cuts, largest, overflow = _cuts(ends, ranks, limit)
+        if cuts[-1] == len(ends):
+            best, high = cuts, largest
         else:
-            high = middle
-    cuts = _cuts(ends, ranks, low)
-    assert cuts is not None
+            low = overflow
+        limit = (low + high) // 2
     owners = []
-    for rank, (start, stop) in enumerate(zip([0, *cuts], cuts)):
+    for rank, (start, stop) in enumerate(zip([0, *best], best)):
         owners += [rank] * (stop - start)
     return owners
 
 
-def _cuts(ends: Sequence[int], ranks: int, limit: int) -> list[int] | None:
-    """Ends of greedy runs with loads up to the limit, or None if they need more ranks."""
-    cuts, done = [], 0
+def _cuts(ends: Sequence[int], ranks: int, limit: int) -> tuple[list[int], int, int]:
+    """Ends of greedy runs with loads up to the limit, the largest load, and the least limit at which a run were longer."""
+    cuts, largest, overflow, done = [], 0, ends[-1], 0
     for _ in range(ranks):
         cut = bisect_right(ends, done + limit)
         cuts.append(cut)
+        start, done = done, ends[cut - 1] if cut else 0
+        largest = max(largest, done - start)
         if cut == len(ends):
-            return cuts
-        done = ends[cut - 1] if cut else 0
-    return None
+            break
+        overflow = min(overflow, ends[cut] - start)
+    return cuts, largest, overflow
 
 
 def _longest_first(costs: Sequence[int], ranks: int) -> list[int]:

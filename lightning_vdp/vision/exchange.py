@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_vdp.collectives import all_gather, all_to_all
 from lightning_vdp.regions import EXCHANGE, region
-from lightning_vdp.vision.routes import Routes
+from lightning_vdp.vision.routes import Routes, WholeNumbers
 from lightning_vdp.vision.units import UnitPlan
 from lightning_vdp.watch import Mark, unmarked
 
@@ -73,7 +73,8 @@ def _side_by_side(levels: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(levels), dim=1) if len(levels) > 1 else levels[0]
 
 
-def _to_device(order: Tensor, device: torch.device) -> Tensor:
+def _to_device(numbers: WholeNumbers, device: torch.device) -> Tensor:
+    order = torch.from_numpy(numbers)
     if device.type == "cpu":
         return order
     # pinned, so that the copy does not wait for the device

@@ -108,7 +108,7 @@ def _costs(draft: UnitDraft, facts: Facts, config: Any, settings: Settings) -> t
 
 
 def working_units(
-    modality: Modality, arguments: Mapping[str, Any], ids: Tensor | None, units: int, facts: Facts, config: Any
+    modality: Modality, arguments: Mapping[str, Any], ids: Tensor | None, units: int, facts: Facts
 ) -> list[int] | None:
     """Units that make the tower do all it does for others: neither padding of a row nor images without tiles.
 
@@ -120,7 +120,6 @@ def working_units(
         ids: Input ids of the batch, shape ``[B, S]``.
         units: Number of units.
         facts: Facts about the model type.
-        config: The model's config.
 
     Returns:
         The units in order, or None if all are alike.
@@ -131,7 +130,7 @@ def working_units(
     if facts.unit_dims == 1 or ids is None or ids.shape[0] == 1:
         return None
     # rows are padded with empty images behind their own
-    token, per_row = modality.token(config), units // ids.shape[0]
+    token, per_row = modality.token, units // ids.shape[0]
     if token is None:
         return None
     return [row * per_row for row in host_copy(ids).eq(token).any(1).nonzero().flatten().tolist()]
@@ -148,7 +147,7 @@ def cheapest(costs: Sequence[int], working: Sequence[int] | None) -> int:
 
 
 def describe_nothing_to_encode(
-    modality: Modality, arguments: Mapping[str, Any], draft: UnitDraft, facts: Facts, config: Any, replicas: int
+    modality: Modality, arguments: Mapping[str, Any], draft: UnitDraft, facts: Facts, replicas: int
 ) -> str | None:
     """Looks for batches in which no unit makes the tower do all that it does in those of other replicas.
 
@@ -157,13 +156,12 @@ def describe_nothing_to_encode(
         arguments: The forward's arguments by name, checked.
         draft: Its units.
         facts: Facts about the model type.
-        config: The model's config.
         replicas: Number of replicas, which must run towers alike.
 
     Returns:
         What is wrong and what to do, or None.
     """
-    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts, config)
+    working = working_units(modality, arguments, arguments.get("input_ids"), len(draft.sizes), facts)
     untiled = next((name for name in facts.ragged if arguments.get(name) is None), None)
     if working == [] or (untiled is not None and replicas > 1):
         return (
@@ -173,16 +171,14 @@ def describe_nothing_to_encode(
     return None
 
 
-def route_units(modality: Modality, ids: Tensor, config: Any, call: ForwardCall) -> Routes:
+def route_units(modality: Modality, ids: Tensor, call: ForwardCall) -> Routes:
     """Finds where this rank's features go and where those of its shard come from.
 
     Args:
         modality: The modality.
         ids: Input ids of the batch, shape ``[B, S]``.
-        config: The model's config.
         call: The forward.
     """
-    token = modality.token(config)
-    assert token is not None, "features without a placeholder token are not routed"
-    columns = host_copy(ids).eq(token).nonzero()[:, 1]
+    assert modality.token is not None, "features without a placeholder token are not routed"
+    columns = (host_copy(ids).numpy() == modality.token).nonzero()[1]
     return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)

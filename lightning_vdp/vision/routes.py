@@ -1,17 +1,19 @@
 """Which rows of features each rank sends to which, so that each receives only those of its shard. Pure, no processes.
 
-Tensors here are whole numbers on the host: batches hold tens of thousands of rows.
+Arrays here hold whole numbers on the host: batches have tens of thousands of rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_vdp.vision.units import UnitPlan
 
 __all__ = ["Routes", "plan_routes"]
+
+WholeNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,13 @@ class Routes:
         receive_counts: Rows from each source.
     """
 
-    send_order: Tensor
+    send_order: WholeNumbers
     send_counts: tuple[int, ...]
-    receive_order: Tensor
+    receive_order: WholeNumbers
     receive_counts: tuple[int, ...]
 
 
-def plan_routes(columns: Tensor, plan: UnitPlan, sizes: Sequence[int], rank: int) -> Routes:
+def plan_routes(columns: WholeNumbers, plan: UnitPlan, sizes: Sequence[int], rank: int) -> Routes:
     """Finds the routes of one rank.
 
     Args:
@@ -41,17 +43,16 @@ def plan_routes(columns: Tensor, plan: UnitPlan, sizes: Sequence[int], rank: int
         rank: The rank in its sequence group.
     """
     ranks = len(sizes)
-    ends = torch.tensor(sizes).cumsum(0)
-    destination = torch.bucketize(columns, ends, right=True)
-    owner = torch.repeat_interleave(torch.tensor(plan.owners), torch.tensor(plan.rows))
+    destination = np.cumsum(sizes).searchsorted(columns, side="right")
+    owner = np.repeat(plan.owners, plan.rows)
     sent = destination[owner == rank]
     sources = owner[destination == rank]
-    by_source = sources.argsort(stable=True)
-    receive_order = torch.empty_like(by_source)
-    receive_order[by_source] = torch.arange(len(by_source))
+    by_source = sources.argsort(kind="stable")
+    receive_order = np.empty_like(by_source)
+    receive_order[by_source] = np.arange(len(by_source))
     return Routes(
-        send_order=sent.argsort(stable=True),
-        send_counts=tuple(sent.bincount(minlength=ranks).tolist()),
+        send_order=sent.argsort(kind="stable"),
+        send_counts=tuple(np.bincount(sent, minlength=ranks).tolist()),
         receive_order=receive_order,
-        receive_counts=tuple(sources.bincount(minlength=ranks).tolist()),
+        receive_counts=tuple(np.bincount(sources, minlength=ranks).tolist()),
     )

@@ -1,5 +1,6 @@
 """Picking units out of the arguments of a features method, and describing one to ranks that have none."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,11 +67,13 @@ def _unflat(x: Tensor, facts: Facts) -> Tensor:
 
 
 def _pick(x: Tensor, units: Sequence[int], sizes: Sequence[int] | None = None) -> Tensor:
-    sizes = sizes or [1] * len(x)
-    if list(units) == list(range(units[0], units[-1] + 1)):
-        return x[sum(sizes[: units[0]]) :][: sum(sizes[unit] for unit in units)]
-    parts = x.split(list(sizes))
-    return torch.cat([parts[unit] for unit in units])
+    ends = range(len(x) + 1) if sizes is None else list(itertools.accumulate(sizes, initial=0))
+    # neighbors lie in one piece
+    firsts = [place for place, unit in enumerate(units) if place == 0 or unit != units[place - 1] + 1]
+    parts = [
+        x[ends[units[first]] : ends[units[after - 1] + 1]] for first, after in itertools.pairwise([*firsts, len(units)])
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _frames(grid: Tensor, plan: UnitPlan) -> Tensor:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vdp.call import CALL, ForwardCall, arguments_by_name, call_of
+from lightning_vdp.call import CALL, ForwardCall, call_of, parameters_of
 from lightning_vdp.checks import count_placeholders
 from lightning_vdp.header import StepError, exchange_headers
 from lightning_vdp.models import Facts, Modality, smallest_unit
@@ -32,10 +31,6 @@ def divided_features(modality: Modality) -> Callable[..., Any]:
     return functools.partial(_features, modality)
 
 
-# taken once for each method, since features are asked for in every step
-_signature = functools.cache(inspect.signature)
-
-
 def _own(base: nn.Module, modality: Modality) -> functools.partial[Any]:
     """The model's own method, under the stand-in on the instance."""
     return functools.partial(getattr(type(base), modality.features), base)
@@ -49,7 +44,7 @@ def _run(own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop(CALL, None)
     own = _own(self, modality)
-    arguments = arguments_by_name(_signature(own.func), self, args, kwargs)
+    arguments = parameters_of(own.func).by_name(self, args, kwargs)
     # on the pixels, since some models do not hand keyword arguments on
     carried = [call_of(arguments.get(name)) for name in (modality.pixels, modality.grid) if name is not None]
     call = next((each for each in carried if each is not None), None)
@@ -74,7 +69,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
         return outputs
     owned = plan.owned(call.shard.rank)
-    working = working_units(modality, arguments, call.ids, len(plan.sizes), facts, _config(call))
+    working = working_units(modality, arguments, call.ids, len(plan.sizes), facts)
     # beside units that make the tower do less, one that does not, whose features are dropped
     beside = working[:1] if owned and working and not set(working).intersection(owned) else []
     with _tower(call, modality):
@@ -99,7 +94,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     routes = None
     if call.routed:
         assert call.ids is not None
-        routes = call.routes[modality.name] = route_units(modality, call.ids, _config(call), call)
+        routes = call.routes[modality.name] = route_units(modality, call.ids, call)
     if routes is None:
         exchanged = gather_features(levels, plan, call.shard.group, call.shard.mark("exchange"))
     else:
@@ -215,7 +210,7 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
     """
     expected: list[int] = []
     if modality is not None and call.ids is not None and call.counted:
-        expected = [count_placeholders(call.ids, modality, _config(call))]
+        expected = [count_placeholders(call.ids, modality)]
     header = {"rows": measured, "placeholders": expected}
     headers = exchange_headers(call.mesh, header).wait()
     size = call.mesh.sequence_parallel_size
@@ -313,16 +308,15 @@ def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `get_placeholder_mask`: where features were routed, it names only those of this rank's shard."""
     method = type(self).get_placeholder_mask
     own = functools.partial(method, self)
-    arguments = arguments_by_name(_signature(method), self, args, kwargs)
+    arguments = parameters_of(method).by_name(self, args, kwargs)
     ids: Tensor | None = arguments.get("input_ids")
     call = call_of(ids)
     if ids is None or call is None or not call.routed:
         return own(**arguments)
-    tokens = {modality.token(self.config) for modality in call.family.modalities} - {None}
-    outside = torch.ones_like(ids, dtype=torch.bool)
-    outside[:, call.shard.start : call.shard.start + call.shard.size] = False
-    inside = ids
-    for token in tokens:
-        # the others stay: some models look for what begins and ends a video
-        inside = inside.masked_fill(outside & (ids == token), -1)
+    start, stop = call.shard.start, call.shard.start + call.shard.size
+    inside = ids.clone()
+    for outside in (inside[:, :start], inside[:, stop:]):
+        for token in {modality.token for modality in call.present}:
+            # other tokens stay: some models look for what begins and ends a video
+            outside.masked_fill_(outside.eq(token), -1)
     return own(**{**arguments, "input_ids": inside})
