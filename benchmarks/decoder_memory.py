@@ -6,7 +6,7 @@ block and gradient checkpointing, over four ranks and in one process: peak of li
 in it what does not shrink with S, each tensor of which is listed.
 """
 
-from collections import Counter
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.measure import Peak, check_parity, fits, join, peak_bytes, worst
+from benchmarks.measure import Peak, check_parity, fits, join, peak_bytes
 from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_most
 from lightning_vdp import UlyssesVisionDPStrategy
@@ -119,8 +121,6 @@ def _batch(options: Options) -> dict[str, Tensor]:
 
 
 def _step_peak(options: Options, world_size: int) -> tuple[float, list[float]]:
-    model = qwen(layers=8, hidden=512, tower_layers=4, tower_hidden=64, vocabulary=8192)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peak = _StepPeak(step=2)
     trainer = quiet_trainer(
         accelerator=options.device,
@@ -128,5 +128,102 @@ def _step_peak(options: Options, world_size: int) -> tuple[float, list[float]]:
         strategy=UlyssesVisionDPStrategy(sequence_parallel_size=world_size),
         callbacks=[peak],
     )
-    trainer.fit(_Module(model), Batches([_batch(options)] * 3))
+    trainer.fit(_Module(_model()), Batches([_batch(options)] * 3))
     return peak.peak.bytes, peak.losses
+
+
+class _Made(TorchDispatchMode):
+    """Remembers which operation made each storage that holds whole sequences.
+
+    Args:
+        length: Positions of the whole sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, tuple[int, ...], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and self._length in tensor.shape:
+                storage = tensor.untyped_storage()
+                made = (weakref.ref(storage), str(func.overloadpacket), tuple(tensor.shape), storage.nbytes())
+                self._made.setdefault(storage._cdata, made)
+        return output
+
+    def alive(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Operation, shape and bytes of those that somebody still holds."""
+        return [(name, shape, size) for storage, name, shape, size in self._made.values() if storage() is not None]
+
+
+def _kept_whole(options: Options) -> list[dict[str, Any]]:
+    """What each of four ranks holds of the whole sequence between forward and backward."""
+    device = join(options)
+    model = _model()
+    model.to(device.type)  # type: ignore[arg-type]
+    mesh = SequenceMesh(device.type, 1, dist.get_world_size())
+    divide_models(find_models(model), mesh, Settings(verify_first_batch=False))
+    batch = {name: value.to(device) for name, value in _batch(options).items()}
+    with _Made(batch["input_ids"].shape[1]) as made:
+        loss = model(**batch).loss
+        alive = made.alive()
+    assert loss.requires_grad
+    rows = [
+        {"what": f"the batch's {name}", "shape": list(value.shape), "bytes": value.nbytes}
+        for name, value in batch.items()
+        if value.nbytes >= batch["input_ids"].nbytes
+    ]
+    rows += [{"what": name, "shape": list(shape), "bytes": size} for name, shape, size in alive]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _model() -> PreTrainedModel:
+    model = qwen(layers=8, hidden=512, tower_layers=4, tower_hidden=64, vocabulary=8192)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def run(options: Options) -> Report:
+    """Measures at all sizes for which there are devices."""
+    length = 512 if options.quick else 4096
+    figures: dict[str, float] = {}
+    notes = []
+    for size in (2, 4):
+        if not fits(options, size):
+            notes.append(f"S = {size} needs {size} devices.")
+            continue
+        figures[f"decoder_memory_ratio_s{size}"] = share_kept(size, length, options=options)
+    rows: list[dict[str, Any]] = []
+    difference = None
+    if fits(options, 4):
+        ((alone, losses),) = run_ranks(_step_peak, 1, options, 1, timeout=900)
+        ranks = run_ranks(_step_peak, 4, options, 4, timeout=900)
+        figures["step_peak_ratio_s4"] = max(peak for peak, _ in ranks) / alone
+        figures["step_peak_bytes_s4"], figures["step_peak_bytes_s1"] = max(peak for peak, _ in ranks), alone
+        pairs = [pair for _, others in ranks for pair in zip(others, losses)]
+        difference = check_parity(max(abs(one - other) / abs(other) for one, other in pairs))
+        rows = run_ranks(_kept_whole, 4, options, timeout=900)[0]
+        notes.append("The table lists what every rank holds of the whole sequence between forward and backward.")
+    shown = [key for key in figures if "ratio" in key]
+    return Report(
+        figures=figures,
+        chart=Chart(
+            "Bytes against one process",
+            "part of one process's",
+            ["decoder keeps, S = 2", "decoder keeps, S = 4", "peak of a step, S = 4"][: len(shown)],
+            {
+                "measured": [figures[key] for key in shown],
+                "1 / S": [1 / int(key[-1]) for key in shown],
+            },
+        ),
+        table=rows,
+        limits={
+            "decoder_memory_ratio_s2": at_most(0.53),
+            "decoder_memory_ratio_s4": at_most(0.27),
+            "step_peak_ratio_s4": at_most(0.35),
+        },
+        parity=difference,
+        notes=notes,
+    )

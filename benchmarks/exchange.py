@@ -5,6 +5,7 @@ halved; the tower has one narrow block, since the rows are the same whatever com
 whose images others encoded.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -58,6 +59,11 @@ def _measure(options: Options, mix: str) -> dict[str, float]:
     return {"routed": received[0], "gather": received[1], "needed": needed, "difference": max(differences)}
 
 
+def _furthest(ratios: Iterable[float]) -> float:
+    """The ratio that is furthest from one."""
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
 def run(options: Options) -> Report:
     """Counts all mixes at all sizes for which there are devices."""
     rows: list[dict[str, Any]] = []
@@ -84,7 +90,7 @@ def run(options: Options) -> Report:
             )
         figures[f"exchange_ratio_s{ranks}"] = max(row["ratio"] for row in rows if row["S"] == ranks)
     if rows:
-        figures["exchange_excess"] = max((row["excess"] for row in rows), key=lambda excess: abs(excess - 1))
+        figures["exchange_excess"] = _furthest(row["excess"] for row in rows)
     return Report(
         figures=figures,
         chart=Chart(

@@ -3,16 +3,17 @@
 One rank of eight whose other ranks are pretended: collectives return at once. Tensors are tiny, so that nothing but calling
 counts. Each figure is the processor time of a step with the model divided, less that of the same step undivided.
 
-* Vision: 32 images over eight ranks: sizes, the header, owners, routes, the selection of this rank's pixels and the order of rows,
+* Vision: 32 images over eight ranks: checks, the header, owners, routes, the selection of this rank's pixels and the exchange,
   forward and backward, less what the same tower takes for this rank's images.
-* Decoder: hooks, bookkeeping and the audit of one layer, less the exchanges. These are told apart: packing and unpacking what
-  an all-to-all moves, forward and backward, with autograd's own time for them.
+* Decoder: hooks, bookkeeping and the audit of one layer, without the exchanges. These are told apart: packing and unpacking
+  what an all-to-all moves, forward and backward, with autograd's own time for them, without the call of the collective.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -91,27 +92,28 @@ def _decoder(rounds: int) -> dict[str, float]:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     ids = torch.randint(3, 100, (1, _RANKS * _SHARD))
     sent, received = torch.zeros(_RANKS), torch.zeros(_RANKS)
+
+    def run(model: PreTrainedModel, positions: int, backward: bool) -> None:
+        hidden = model.model(input_ids=ids[:, :positions], use_cache=False).last_hidden_state
+        if backward:
+            hidden.sum().backward()
+
     forward: dict[int, list[float]] = {}
     both: dict[int, list[float]] = {}
     for layers in _LAYERS:
         plain = qwen(layers=layers, hidden=64, tower_layers=1, tower_hidden=32)
         divided, _ = _divided(plain)
 
-        def run(model: PreTrainedModel, positions: int, backward: bool) -> None:
-            hidden = model.model(input_ids=ids[:, :positions], use_cache=False).last_hidden_state
-            if backward:
-                hidden.sum().backward()
-
         for model in (plain, divided):
             model.set_attn_implementation("constant")
         with patch.object(heads, "all_to_all", _NoExchange()):
             forward[layers] = _microseconds(
-                [lambda: run(divided, ids.shape[1], False), lambda: run(plain, _SHARD, False)], rounds
+                [partial(run, divided, ids.shape[1], False), partial(run, plain, _SHARD, False)], rounds
             )
         for model in (plain, divided):
             model.set_attn_implementation("sum")
         both[layers] = _microseconds(
-            [lambda: run(divided, ids.shape[1], True), lambda: run(plain, _SHARD, True)], rounds
+            [partial(run, divided, ids.shape[1], True), partial(run, plain, _SHARD, True)], rounds
         )
     group = dist.group.WORLD
     (collective,) = _microseconds(

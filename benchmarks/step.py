@@ -14,8 +14,8 @@ import time
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from benchmarks.measure import check_parity, fits, worst

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "family_of",
     "find_models",
     "is_block",
+    "own_heads",
     "plain_name",
     "query_heads",
     "smallest_unit",
@@ -329,6 +331,21 @@ def _pretrained(module: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     for name, child in module.named_modules():
         if isinstance(child, PreTrainedModel):
             yield plain_name(name), child
+
+
+def own_heads(module: nn.Module) -> list[nn.Module]:
+    """The language model heads inside a module that share their weights with no other part of it, without wrappers."""
+    users = Counter(
+        id(weight) for part in module.modules() for weight in part._parameters.values() if weight is not None
+    )
+    heads = []
+    for _, model in _pretrained(module):
+        head = model.get_output_embeddings()
+        if head is not None and type(unwrap(head)) is nn.Linear:
+            own = unwrap(head)
+            if own not in heads and all(users[id(weight)] == 1 for weight in own.parameters()):
+                heads.append(own)
+    return heads
 
 
 def find_models(module: nn.Module) -> list[DividedModel]:

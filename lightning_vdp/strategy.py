@@ -61,10 +61,10 @@ from lightning_vdp.fsdp.fully_shard import check_arguments, make_shard_mesh, res
 from lightning_vdp.fsdp.materialize import fill_from_rank_zero, hash_of
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.fsdp.safety import check_holds_data
-from lightning_vdp.fsdp.wrap import fsdp_parts, known_root, shard_in_place, wrap, wraps_more_than_blocks
+from lightning_vdp.fsdp.wrap import fsdp_parts, known_root, shard_in_place, wrap, wraps_more_than_default
 from lightning_vdp.header import gather_numbers, raise_together
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import DividedModel, find_models, plain_name, query_heads, unwrap
+from lightning_vdp.models import DividedModel, find_models, own_heads, plain_name, query_heads, unwrap
 from lightning_vdp.notebook import NotebookLauncher
 from lightning_vdp.resume import continue_samplers, rescale_progress, unmark
 from lightning_vdp.signals import Sigterm
@@ -139,7 +139,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         save_frozen_weights: Whether checkpoints hold weights that are not trained. False saves adapters alone, and a run
             that resumes must begin with the same frozen weights.
         **kwargs: Every argument of :class:`lightning.pytorch.strategies.FSDPStrategy`. Without an `auto_wrap_policy`,
-            each block that gradient checkpointing knows is wrapped, those of the vision tower too.
+            each block that gradient checkpointing knows is wrapped, those of the vision tower too, and each head that shares
+            its weights with nobody.
 
     Raises:
         ValueError: If an argument has a value that is not named here.
@@ -499,14 +500,14 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                     f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
                     "`outputs.sequence_shard`; wrap its blocks, as without a policy."
                 )
-            if model.decoder is model.base and model.family.modalities and wraps_more_than_blocks(self.model):
+            if model.decoder is model.base and model.family.modalities and wraps_more_than_default(self.model):
                 raise ValueError(
                     f"{type(model.base).__name__} merges features inside its decoder, where replicas without images would "
-                    "gather the weights of other modules than blocks in another order; use no `auto_wrap_policy`."
+                    "gather the weights of other modules than blocks and heads in another order; use no `auto_wrap_policy`."
                 )
             inside = {
                 id(child) for part in (model.tower, model.decoder) if part is not None for child in part.modules()
-            }
+            }.union(map(id, own_heads(self.model)))
             apart = [unwrap(part) for part in parts if part is not self.model and id(unwrap(part)) not in inside]
             within = {id(child) for child in model.base.modules()}
             lost = next((part for part in apart if id(part) in within and part is not model.base), None)
@@ -515,7 +516,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                     f"`auto_wrap_policy` wraps {type(lost).__name__} beside a tower that `shard_frozen_tower=False` keeps "
                     "whole, so that replicas without images would not gather its weights; leave it out of the policy."
                 )
-        self.mesh.headers_first = wraps_more_than_blocks(self.model)
+        self.mesh.headers_first = wraps_more_than_default(self.model)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

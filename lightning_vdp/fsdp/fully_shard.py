@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, _Policy
 
-from lightning_vdp.models import is_block
+from lightning_vdp.fsdp.policy import gathered_apart
 
 __all__ = ["check_arguments", "make_shard_mesh", "reshard", "shard", "sharded_parts"]
 
@@ -82,9 +82,9 @@ def sharded_parts(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _policy(arguments: dict[str, Any]) -> _Policy:
+def _policy(module: nn.Module, arguments: dict[str, Any]) -> _Policy:
     policy = arguments.get("auto_wrap_policy")
-    return CustomPolicy(is_block) if policy is None else policy
+    return CustomPolicy(gathered_apart(module)) if policy is None else policy
 
 
 def _ignored(arguments: dict[str, Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
@@ -99,7 +99,7 @@ def _targets(module: nn.Module, arguments: dict[str, Any], ignored: set[nn.Modul
     if any(isinstance(child, FSDPModule) for child in module.modules()):
         # the user sharded submodules in `configure_model`; the root takes the rest
         return []
-    chosen = dict.fromkeys(_policy(arguments)._run_policy(module, ignored, {}))
+    chosen = dict.fromkeys(_policy(module, arguments)._run_policy(module, ignored, {}))
     wrappers = [child for child in module.modules() if hasattr(child, "_checkpoint_wrapped_module")]
     for wrapper in wrappers:
         inner: Any = wrapper._checkpoint_wrapped_module
@@ -142,7 +142,7 @@ def shard(
     checkpointing: dict[str, Any],
     fill: Callable[[nn.Module, set[int]], None] | None = None,
 ) -> None:
-    """Shards a module in place, by default each block that gradient checkpointing knows and then the root.
+    """Shards a module in place, by default blocks and heads on their own, and then the root.
 
     Args:
         module: The LightningModule; submodules may be sharded already.

@@ -9,9 +9,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from lightning_vdp.fsdp.fully_shard import shard, sharded_parts
-from lightning_vdp.models import is_block, unwrap
+from lightning_vdp.fsdp.policy import gathered_apart
+from lightning_vdp.models import unwrap
 
-__all__ = ["WrappedRoot", "fsdp_parts", "known_root", "shard_in_place", "wrap", "wraps_more_than_blocks"]
+__all__ = ["WrappedRoot", "fsdp_parts", "known_root", "shard_in_place", "wrap", "wraps_more_than_default"]
 
 _ROOT = "_vdp_fsdp_root"
 _PART = "_vdp_fsdp_part"
@@ -73,7 +74,7 @@ def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None
 
 
 def wrap(module: nn.Module, arguments: dict[str, Any], remembered: dict[str, Any]) -> nn.Module:
-    """Wraps a module with FSDP1, by default each block that gradient checkpointing knows and then the root.
+    """Wraps a module with FSDP1, by default blocks and heads on their own, and then the root.
 
     Args:
         module: The LightningModule; submodules may be wrapped already.
@@ -83,7 +84,7 @@ def wrap(module: nn.Module, arguments: dict[str, Any], remembered: dict[str, Any
     Returns:
         The root.
     """
-    policy = arguments.get("auto_wrap_policy") or CustomPolicy(is_block)
+    policy = arguments.get("auto_wrap_policy") or CustomPolicy(gathered_apart(module))
     if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
         # the user wrapped submodules in `configure_model`; the root takes the rest
         policy = None
@@ -131,6 +132,7 @@ def _is_idle(part: nn.Module) -> bool:
     return bool(state.name == "IDLE")
 
 
-def wraps_more_than_blocks(root: nn.Module) -> bool:
-    """Whether FSDP gathers weights of other modules than blocks on their own, such as an embedding's."""
-    return any(not is_block(part) for part in fsdp_parts(root) if unwrap(part) is not unwrap(root))
+def wraps_more_than_default(root: nn.Module) -> bool:
+    """Whether FSDP gathers weights of other modules than blocks and heads on their own, such as an embedding's."""
+    is_apart = gathered_apart(root)
+    return any(not is_apart(part) for part in fsdp_parts(root) if unwrap(part) is not unwrap(root))

@@ -44,7 +44,8 @@ def plan_routes(columns: WholeNumbers, plan: UnitPlan, sizes: Sequence[int], ran
     """
     ranks = len(sizes)
     destination = np.cumsum(sizes).searchsorted(columns, side="right")
-    owner = np.repeat(plan.owners, plan.rows)
+    assert plan.rows is not None, "the rows of units are not known yet"
+    owner = np.repeat(np.array(plan.owners), plan.rows)
     sent = destination[owner == rank]
     sources = owner[destination == rank]
     by_source = sources.argsort(kind="stable")

@@ -316,7 +316,8 @@ def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     start, stop = call.shard.start, call.shard.start + call.shard.size
     inside = ids.clone()
     for outside in (inside[:, :start], inside[:, stop:]):
-        for token in {modality.token for modality in call.present}:
+        for modality in call.present:
+            assert modality.token is not None, "features without a placeholder token are not routed"
             # other tokens stay: some models look for what begins and ends a video
-            outside.masked_fill_(outside.eq(token), -1)
+            outside.masked_fill_(outside.eq(modality.token), -1)
     return own(**{**arguments, "input_ids": inside})

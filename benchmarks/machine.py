@@ -1,0 +1,38 @@
+"""What the figures were measured on."""
+
+import os
+import platform
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+__all__ = ["machine_facts"]
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def machine_facts(device: str) -> dict[str, str]:
+    """Processor, cores, memory, device and versions, by name.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    facts = {
+        "date": date.today().isoformat(),
+        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, one thread per process",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "device": "the processor",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "lightning", "lightning_vdp")},
+    }
+    if device == "cuda":
+        facts["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return facts
