@@ -181,7 +181,7 @@ def _kept_whole(options: Options) -> list[dict[str, Any]]:
 
 def _model() -> PreTrainedModel:
     model = qwen(layers=8, hidden=512, tower_layers=4, tower_hidden=64, vocabulary=8192)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

@@ -341,7 +341,7 @@ def own_heads(module: nn.Module) -> list[nn.Module]:
     heads = []
     for _, model in _pretrained(module):
         head = model.get_output_embeddings()
-        if head is not None and type(unwrap(head)) is nn.Linear:
+        if head is not None and isinstance(unwrap(head), nn.Linear):
             own = unwrap(head)
             if own not in heads and all(users[id(weight)] == 1 for weight in own.parameters()):
                 heads.append(own)

@@ -20,8 +20,9 @@ import lightning_vdp
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy, gather_sequence
 from lightning_vdp.call import Settings
 from lightning_vdp.divide import divide_models
+from lightning_vdp.fsdp.wrap import fsdp_parts
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
+from lightning_vdp.models import find_models, unwrap
 from lightning_vdp.testing import (
     Batches,
     ParityModule,
@@ -524,3 +525,29 @@ def test_version_is_in_one_place() -> None:
     from importlib.metadata import version
 
     assert version("lightning_vdp") == lightning_vdp.__version__
+
+
+# ---- what FSDP gathers on its own
+
+
+def _gathered_apart(version: int, tied: bool) -> list[str]:
+    model = tiny_model(FAMILY)
+    if tied:
+        model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    trainer = quiet_trainer(
+        devices=2, plugins=[UlyssesVisionDPPrecision("64-true")], strategy=strategy(fsdp_version=version)
+    )
+    trainer.fit(ParityModule(model), Batches([tiny_batch(FAMILY)]))
+    parts = [type(unwrap(part)).__name__ for part in fsdp_parts(trainer.strategy.model)]
+    # headers need not be there before the forward starts
+    assert not trainer.strategy.mesh.headers_first
+    return parts
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_of_their_own_are_gathered_when_they_run(version: int, tied: bool) -> None:
+    for parts in run_ranks(_gathered_apart, 2, version, tied):
+        assert sum(part.endswith("Linear") for part in parts) == (0 if tied else 1)
+        assert not any("Embedding" in part for part in parts)
+        assert sum("Layer" in part or "Block" in part for part in parts) == 4

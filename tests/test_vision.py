@@ -20,7 +20,7 @@ from lightning_vdp.call import Settings
 from lightning_vdp.callbacks import VisionLoadMonitor
 from lightning_vdp.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import FACTS, family_of, find_models
+from lightning_vdp.models import FACTS, Facts, family_of, find_models
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -34,7 +34,7 @@ from lightning_vdp.testing import (
 from lightning_vdp.testing.measure import ByteCounter
 from lightning_vdp.vision.assignment import balanced, contiguous, loads
 from lightning_vdp.vision.cost import TowerCost, patches
-from lightning_vdp.vision.planning import assign_units, list_units
+from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units
 from lightning_vdp.vision.routes import plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
 
@@ -96,6 +96,19 @@ def test_planning_is_fast(units: int, ranks: int, limit_ms: float) -> None:
     costs = [int(draw.lognormvariate(13, 1)) for _ in range(units)]
     # the least of many, since other processes share the machine
     assert min(timeit.repeat(lambda: balanced(costs, ranks), number=1, repeat=30)) * 1000 <= limit_ms
+
+
+def test_memory_is_balanced_over_images_and_videos_together_and_time_within_each() -> None:
+    drafts = {"image": UnitDraft((12,), None), "video": UnitDraft((3, 2, 2, 5), None)}
+
+    def sums(balance: Any) -> list[list[int]]:
+        plans = assign_units(drafts, Facts(), None, Settings(vision_balance=balance), 2)
+        return [loads(plans[name].costs, plans[name].owners, 2) for name in ("image", "video")]
+
+    # what ranks keep of both adds up
+    assert [sum(of_rank) for of_rank in zip(*sums("memory"))] == [12, 12]
+    # the towers run one after the other
+    assert [max(of_modality) for of_modality in sums("time")] == [12, 7]
 
 
 # ---- routes

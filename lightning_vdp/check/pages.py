@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from lightning_vdp.check.rows import STATUSES, Row
 
-__all__ = ["models_page"]
+__all__ = ["list_table", "models_page", "paragraph"]
 
 _MEANING = {
     "exact": "the loss and every gradient equal those of one process to rounding (float64, relative error at most 1e-9)",
@@ -17,14 +17,16 @@ _MEANING = {
 }
 
 
-def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
+def list_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
+    """Lines of a table in reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
     for row in (header, *rows):
         lines += [f"   {'* -' if column == 0 else '  -'} {cell}".rstrip() for column, cell in enumerate(row)]
     return [*lines, ""]
 
 
-def _paragraph(text: str) -> list[str]:
+def paragraph(text: str) -> list[str]:
+    """Lines of a paragraph, none longer than 120 characters."""
     return wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
@@ -75,7 +77,7 @@ def models_page(rows: Iterable[Row]) -> str:
         "",
         ".. written by docs/write_models.py from the rows of lightning-vdp check; do not edit",
         "",
-        *_paragraph(
+        *paragraph(
             f"The {len(by_type)} model types that transformers {' or '.join(versions)} maps to image-text-to-text, each made "
             "small and trained for a step on each kind of batch that it takes, in one process and in simulated ranks:"
         ),
@@ -87,14 +89,14 @@ def models_page(rows: Iterable[Row]) -> str:
         "Exact",
         "-----",
         "",
-        *_paragraph(
+        *paragraph(
             "The largest error of a gradient or the loss stands in brackets. *Saved* is what the forward of a rank keeps for "
             f"backward, relative to one process, on a short sequence with {sizes[0]} ranks."
         ),
         "",
     ]
     exact = [name for name in first if worst[name] in ("exact", "undivided")]
-    lines += _table(
+    lines += list_table(
         [
             (
                 f"``{name}``",
@@ -110,7 +112,7 @@ def models_page(rows: Iterable[Row]) -> str:
     others = [name for name in first if name not in exact]
     if others:
         lines += ["Others", "------", ""]
-        lines += _table(
+        lines += list_table(
             [
                 (
                     f"``{name}``",
