@@ -34,6 +34,7 @@ from lightning_vdp.testing import (
 
 FAMILY = "qwen2_5_vl"
 SAMPLES, PER_STEP, EPOCHS = 12, 4, 2
+KINDS = ("full", "sharded")
 
 
 class _Samples(Dataset[dict[str, Any]]):
@@ -61,13 +62,17 @@ class _Recording(ParityModule):
 
 
 class _SaveAfter(Callback):
+    """Saves in both ways after some steps: one run to be resumed from either."""
+
     def __init__(self, folder: str, steps: tuple[int, ...]) -> None:
         self.folder, self.steps = folder, steps
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if stepped and trainer.global_step in self.steps:
-            trainer.save_checkpoint(Path(self.folder) / f"{trainer.global_step}.ckpt")
+            for kind in KINDS:
+                trainer.strategy._state_dict_type = kind
+                trainer.save_checkpoint(Path(self.folder) / kind / f"{trainer.global_step}.ckpt")
 
 
 def _fit(
@@ -106,8 +111,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tup
 
     class Runs(dict):  # type: ignore[type-arg]
         def __missing__(self, key: tuple[int, str]) -> tuple[str, list[Any]]:
+            version, _ = key
             folder = str(tmp_path_factory.mktemp("uninterrupted"))
-            self[key] = folder, run_ranks(_fit, 4, folder, 2, *key, None, True, timeout=120)
+            results = run_ranks(_fit, 4, folder, 2, version, "full", None, True, timeout=120)
+            self.update({(version, kind): (f"{folder}/{kind}", results) for kind in KINDS})
             return self[key]
 
     yield Runs(runs)

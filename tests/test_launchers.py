@@ -6,9 +6,20 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from conftest import slow
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lightning_vdp.cli import main
+from lightning_vdp.testing import Batches, ParityModule, quiet_trainer, run_ranks, tiny_batch, tiny_model
+
+FAMILY = "qwen2_5_vl"
 
 SCRIPT = """
 import json, sys
@@ -78,20 +89,53 @@ def _run(command: list[str], folder: Path) -> list[list[int]]:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    # ranks share the output, in which their lines may run together
-    return sorted(json.loads(found) for found in re.findall(r"\[\d+, \d+, \d+\]", done.stdout))
+    return _found(done.stdout)
+
+
+def _found(output: str) -> list[list[int]]:
+    # ranks may share the output, in which their lines may run together
+    return sorted(json.loads(found) for found in re.findall(r"\[\d+, \d+, \d+\]", output))
 
 
 BOTH = [[0, 2, 1], [1, 2, 1]]
 
 
-@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+@pytest.mark.parametrize("launcher", ["script", *slow("torchrun")])
 def test_script(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(before="", strategy='"ulysses_vdp"', after=""))
     command = [sys.executable, "train.py"]
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     assert _run(command, tmp_path) == BOTH
+
+
+def _fit() -> list[Any]:
+    trainer = quiet_trainer(strategy="ulysses_vdp", devices=2)
+    trainer.fit(ParityModule(tiny_model(FAMILY)), Batches([tiny_batch(FAMILY, dtype=torch.float32)] * 2))
+    strategy = trainer.strategy
+    found = [strategy.global_rank, strategy.sequence_parallel_size, strategy.data_parallel_size]
+    return [found, type(strategy.cluster_environment).__name__]
+
+
+def _agent() -> dict[int, list[Any]]:
+    """What ``torchrun --standalone`` does, with workers that are forked and need not import everything again."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    return elastic_launch(config, _fit)()
+
+
+def test_agent_of_torchrun() -> None:
+    (results,) = run_ranks(_agent, 1)
+    assert [results[rank] for rank in (0, 1)] == [[found, "TorchElasticEnvironment"] for found in BOTH]
 
 
 def test_notebook_cell_brings_the_weights_back(tmp_path: Path) -> None:
@@ -102,19 +146,36 @@ def test_notebook_cell_brings_the_weights_back(tmp_path: Path) -> None:
     assert _run([sys.executable, "cell.py"], tmp_path) == BOTH
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ulysses_vdp",
-        "{class_path: lightning_vdp.UlyssesVisionDPStrategy, "
-        "init_args: {sequence_parallel_size: 2, state_dict_type: sharded}}",
-    ],
-    ids=["name", "class_path"],
-)
-def test_lightning_cli(strategy: str, tmp_path: Path) -> None:
+STRATEGIES = {
+    "name": "ulysses_vdp",
+    "class_path": "{class_path: lightning_vdp.UlyssesVisionDPStrategy, "
+    "init_args: {sequence_parallel_size: 2, state_dict_type: sharded}}",
+}
+
+
+def _write_config(folder: Path, strategy: str) -> None:
     pytest.importorskip("jsonargparse")
-    (tmp_path / "own_module.py").write_text(MODULE)
-    (tmp_path / "train.yaml").write_text(YAML.format(strategy=strategy))
+    (folder / "own_module.py").write_text(MODULE)
+    (folder / "train.yaml").write_text(YAML.format(strategy=STRATEGIES[strategy]))
+
+
+def _fit_by_command(folder: Path) -> str:
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as output:
+        assert main(["fit", "--config", "train.yaml"]) == 0
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lightning_cli(strategy: str, tmp_path: Path) -> None:
+    _write_config(tmp_path, strategy)
+    assert _found("".join(run_ranks(_fit_by_command, 2, tmp_path))) == BOTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lightning_cli_as_a_command(strategy: str, tmp_path: Path) -> None:
+    _write_config(tmp_path, strategy)
     assert _run([sys.executable, "-m", "lightning_vdp.cli", "fit", "--config", "train.yaml"], tmp_path) == BOTH
 
 

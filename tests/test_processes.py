@@ -1,4 +1,5 @@
 import os
+import socket
 import time
 from typing import Any
 
@@ -68,6 +69,33 @@ def test_timeout_names_the_line_where_each_rank_waits() -> None:
     assert "in barrier" in first
     assert "in _one_waits" in first
     assert "in _sleep_here" in second
+
+
+def _looks_for_the_store() -> None:
+    if _rank() == 0:
+        time.sleep(0.6)
+    else:
+        time.sleep(0.3)
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=1).close()
+
+
+def test_the_store_is_open_before_the_first_rank_initializes() -> None:
+    # whom torch refuses once comes back up to half a second later, in every test
+    run_ranks(_looks_for_the_store, 2)
+
+
+def _two_worlds() -> list[tuple[int, int]]:
+    sums = []
+    for _ in range(2):
+        sums.append(_sum())
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.3 * _rank())
+    return sums
+
+
+def test_a_world_can_end_and_begin_again() -> None:
+    assert run_ranks(_two_worlds, 2) == [[(0, 1)] * 2, [(1, 1)] * 2]
 
 
 def _one_dies() -> None:

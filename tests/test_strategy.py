@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,15 @@ def _several_runs(alone: bool, policy: bool, version: int = 1) -> tuple[dict[str
     return whole_parameters(second.strategy.model), losses
 
 
+@cache
+def _several_runs_alone() -> tuple[dict[str, Tensor], list[float]]:
+    ((parameters, losses),) = run_ranks(_several_runs, 1, True, False)
+    return parameters, losses
+
+
 @pytest.mark.parametrize(("policy", "version"), [(False, 1), (True, 1), (False, 2)])
 def test_fit_validate_fit_and_a_new_trainer_on_one_module(policy: bool, version: int) -> None:
-    ((truth, losses),) = run_ranks(_several_runs, 1, True, policy)
+    truth, losses = _several_runs_alone()
     for parameters, own_losses in run_ranks(_several_runs, 2, False, policy, version):
         assert own_losses == pytest.approx(losses, rel=1e-6)
         for name, value in truth.items():
@@ -412,18 +419,24 @@ class _Dtypes(ParityModule):
         return loss
 
 
-def _dtypes(precision: str, alone: bool) -> tuple[Any, Any, float]:
+def _dtypes(precision: str | None) -> tuple[Any, Any, float]:
     module = _Dtypes(tiny_model("qwen3_vl"))
     batch = {**tiny_batch("qwen3_vl", dtype=torch.float32), "advantage": torch.ones(1, dtype=torch.float32)}
-    arguments = {"devices": 1} if alone else {"devices": 2, "strategy": strategy(), "precision": precision}
-    quiet_trainer(**arguments, max_steps=1).fit(module, Batches([batch]))
+    divided = {"devices": 2, "strategy": strategy(), "precision": precision}
+    quiet_trainer(**({"devices": 1} if precision is None else divided), max_steps=1).fit(module, Batches([batch]))
     return module.advantage, set(module.rotary.values()), module.loss
+
+
+@cache
+def _loss_alone() -> float:
+    ((_, _, loss),) = run_ranks(_dtypes, 1, None)
+    return loss
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_buffers_and_float_fields_keep_their_dtype(precision: str) -> None:
-    ((_, _, truth),) = run_ranks(_dtypes, 1, precision, True)
-    for advantage, rotary, loss in run_ranks(_dtypes, 2, precision, False):
+    truth = _loss_alone()
+    for advantage, rotary, loss in run_ranks(_dtypes, 2, precision):
         assert advantage == torch.float32
         assert rotary == {torch.float32}
         assert loss == pytest.approx(truth, rel=1e-5 if precision == "32-true" else 0.03)

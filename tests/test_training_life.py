@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +179,16 @@ def _losses(precision: str, version: int, alone: bool) -> tuple[list[float], set
     return module.losses, {value.dtype for value in module.parameters()}
 
 
+@cache
+def _losses_alone() -> list[float]:
+    ((losses, _),) = run_ranks(_losses, 1, "32-true", 1, True)
+    return losses
+
+
 @pytest.mark.parametrize("version", [*slow(1), 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_losses_of_a_run_in_lower_precision(precision: str, version: int) -> None:
-    ((truth, _),) = run_ranks(_losses, 1, "32-true", version, True)
+    truth = _losses_alone()
     assert truth[-1] < truth[0] * 0.9
     for losses, dtypes in run_ranks(_losses, 2, precision, version, False):
         assert losses == pytest.approx(truth, rel=1e-5 if precision == "32-true" else 0.03)
@@ -368,6 +374,12 @@ def _evaluate(world: int, size: int, arguments: dict[str, Any]) -> tuple[list[di
     return results, [float(loss) for loss in predictions]
 
 
+@cache
+def _evaluated_alone() -> tuple[dict[str, float], list[float]]:
+    (((truth, _), losses),) = run_ranks(_evaluate, 1, 1, 1, {})
+    return truth, losses
+
+
 @pytest.mark.parametrize(
     ("world", "size", "arguments"),
     [
@@ -378,7 +390,7 @@ def _evaluate(world: int, size: int, arguments: dict[str, Any]) -> tuple[list[di
     ],
 )
 def test_evaluation_equals_one_process(world: int, size: int, arguments: dict[str, Any]) -> None:
-    (((truth, _), losses),) = [run_ranks(_evaluate, 1, 1, 1, {})[0]]
+    truth, losses = _evaluated_alone()
     assert 0 < truth["accuracy"] < 1
     for rank, (results, predicted) in enumerate(run_ranks(_evaluate, world, world, size, arguments)):
         for result in results:

@@ -604,7 +604,7 @@ def _random_batch(family: str, draw: random.Random, seed: int) -> dict[str, Tens
 @pytest.mark.parametrize(
     ("family", "steps"),
     [
-        ("qwen3_vl", 40),
+        ("qwen3_vl", 16),
         pytest.param("qwen3_vl", 200, marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", 200, marks=pytest.mark.slow),
     ],

@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,25 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@contextlib.contextmanager
+def _opened_store(port: int) -> Iterator[None]:
+    """Opens the world's store before rank 0 initializes: a rank that finds it closed tries again late."""
+    held = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)]
+    ended = threading.Event()
+
+    def let_go() -> None:
+        # the process group's own store is the same one, which must end with the group
+        while not dist.is_initialized() and not ended.wait(0.002):
+            pass
+        held.clear()
+
+    threading.Thread(target=let_go, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def _rank_main(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
 ) -> None:
@@ -67,7 +87,8 @@ def _rank_main(
     with open(path / f"{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         try:
-            outcome: tuple[Any, ...] = ("returned", function(*args))
+            with _opened_store(port) if rank == 0 and world_size > 1 else contextlib.nullcontext():
+                outcome: tuple[Any, ...] = ("returned", function(*args))
         except BaseException as error:
             outcome = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
         (path / f"{rank}.part").write_bytes(pickle.dumps(outcome))
