@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,14 @@ def _processor() -> str:
     )
 
 
+def _speed() -> str:
+    """How fast Python is here and now: shared machines slow down."""
+    start, total = time.perf_counter(), 0
+    for number in range(10_000_000):
+        total += number
+    return f"{time.perf_counter() - start:.2f} s for ten million additions"
+
+
 def machine_facts(device: str) -> dict[str, str]:
     """Processor, cores, memory, device and versions, by name.
 
@@ -30,7 +39,7 @@ def machine_facts(device: str) -> dict[str, str]:
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, one thread per process",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "device": "the processor",
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()}, {_speed()}",
         **{name: version(name) for name in ("torch", "transformers", "lightning", "lightning_vdp")},
     }
     if device == "cuda":

@@ -39,7 +39,12 @@ def count_placeholders(ids: Tensor, modality: Modality) -> int:
 
 
 def describe_bad_input(
-    arguments: Mapping[str, Any], family: Family, config: Any, ranks: int, carries_state: bool = False
+    arguments: Mapping[str, Any],
+    family: Family,
+    config: Any,
+    text: Any,
+    ranks: int,
+    carries_state: bool = False,
 ) -> str | None:
     """Looks for input that some rank would stumble over later.
 
@@ -47,6 +52,7 @@ def describe_bad_input(
         arguments: The forward's arguments by name.
         family: Facts about the model.
         config: The model's config.
+        text: The config of its decoder.
         ranks: Size of the sequence group.
         carries_state: Whether layers carry a state from one position to the next, past the end of a packed sample.
 
@@ -54,7 +60,8 @@ def describe_bad_input(
         What is wrong and what to do, or None.
     """
     try:
-        return _describe(arguments, family, config, ranks) or (_describe_packing(arguments) if carries_state else None)
+        problem = _describe(arguments, family, config, text, ranks)
+        return problem or (_describe_packing(arguments) if carries_state else None)
     except Exception as error:
         # no rank may raise alone: what a check cannot read is bad input too
         return describe_unreadable(error)
@@ -65,7 +72,7 @@ def describe_unreadable(error: Exception) -> str:
     return f"the input cannot be read ({type(error).__name__}: {error}); pass what the processor returned"
 
 
-def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: int) -> str | None:
+def _describe(arguments: Mapping[str, Any], family: Family, config: Any, text: Any, ranks: int) -> str | None:
     sequence = arguments.get("input_ids")
     if sequence is None:
         sequence = arguments.get("inputs_embeds")
@@ -82,8 +89,6 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, ranks: 
     sound = next((name for name, value in arguments.items() if value is not None and name.startswith(_SOUND)), None)
     if sound is not None:
         return f"`{sound}` is there, but sound is not divided; leave it out, or set `sequence_parallel_size=1`"
-    # asked for once: configs take long to answer
-    text = config.get_text_config()
     return (
         _describe_requests(arguments, text)
         or _describe_types(arguments, text)

@@ -29,11 +29,11 @@ class Layout(Protocol):
     """How tensors lie in the flat buffers of an all-to-all, and the adjoints of going there and back."""
 
     @property
-    def input_sizes(self) -> Sequence[int]:
+    def input_sizes(self) -> list[int]:
         """Number of elements for each destination."""
 
     @property
-    def output_sizes(self) -> Sequence[int]:
+    def output_sizes(self) -> list[int]:
         """Number of elements that each source sends to this rank."""
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -70,11 +70,9 @@ class _AllToAll(torch.autograd.Function):
             return _exchange(flat, ctx.layout.output_sizes, ctx.layout.input_sizes, ctx.group)
 
 
-def _exchange(
-    flat: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
+def _exchange(flat: Tensor, input_sizes: list[int], output_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     output = flat.new_empty(sum(output_sizes))
-    dist.all_to_all_single(output, flat, list(output_sizes), list(input_sizes), group=group)
+    dist.all_to_all_single(output, flat, output_sizes, input_sizes, group=group)
     return output
 
 

@@ -199,6 +199,8 @@ class _Entry:
     mesh: SequenceMesh
     settings: Settings
     family: Family
+    # the decoder's config, asked for once: configs take long to answer
+    text: Any
     lockstep: bool
     first: FirstBatch
     # whether layers hand a state from position to position, which knows no masks
@@ -213,7 +215,8 @@ def _divide_model(
     # without Vision DP, replicas that lack images still run dummies through them
     norms = tuple(model.batch_norms) if settings.vision_data_parallel or mesh.data_parallel_size > 1 else ()
     all_mixers = [mixer for layer in model.layers for mixer in token_mixers(layer)]
-    start = _Entry(mesh, settings, model.family, lockstep, first, bool(all_mixers), norms)
+    text = model.base.config.get_text_config()
+    start = _Entry(mesh, settings, model.family, text, lockstep, first, bool(all_mixers), norms)
     for entry in model.entries:
         begin = functools.partial(_begin_call, start, parameters_of(type(entry).forward))
         division.hook(entry.register_forward_pre_hook, begin)
@@ -298,7 +301,7 @@ def _start_call(
     """Starts a call; `whole` is given for the two runs that verify the first batch, `problem` what was found already."""
     mesh, settings, family = entry.mesh, entry.settings, entry.family
     ranks = mesh.sequence_parallel_size
-    error = problem or describe_bad_input(arguments, family, config, ranks, entry.carries_state)
+    error = problem or describe_bad_input(arguments, family, config, entry.text, ranks, entry.carries_state)
     header: dict[str, list[int]] = {}
     drafts: dict[str, UnitDraft] = {}
     stage, step = mesh.watch.locate()
@@ -320,7 +323,7 @@ def _start_call(
     if error is not None or mesh.headers_first:
         headers.wait()
     # planning goes on while the header is under way
-    plans = assign_units(drafts, family.facts, config, settings, ranks)
+    plans = assign_units(drafts, family, settings, ranks)
     mesh.watch.plans = plans
     sequence = _sequence(arguments)
     return ForwardCall(

@@ -90,8 +90,9 @@ class PendingHeaders:
 
     def _send(self, capacity: int) -> tuple[Tensor, dist.Work]:
         mesh = self._mesh
-        row = (self._flat + [0] * capacity)[:capacity]
-        mine = torch.tensor(row, dtype=torch.int64, device=mesh.header_device)
+        row = np.zeros(capacity, dtype=np.int64)
+        row[: len(self._flat)] = self._flat[:capacity]
+        mine = torch.from_numpy(row).to(mesh.header_device)
         buffer = mine.new_empty(mesh.world_size * capacity)
         return buffer, dist.all_gather_single(buffer, mine, group=mesh.header_group, async_op=True)
 

@@ -12,6 +12,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lightning_vdp.vision.cost import TowerCost, tower_cost
+
 __all__ = [
     "FACTS",
     "GATHERED",
@@ -172,6 +174,7 @@ class Family:
         tower: Child of the base model that encodes patches; None in language models and where there is no tower.
         needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
         arguments: Of the base model's forward.
+        cost: What a unit costs the tower; None where its config does not say.
     """
 
     modalities: tuple[Modality, ...] = ()
@@ -179,6 +182,7 @@ class Family:
     tower: str | None = None
     needs_token_types: bool = False
     arguments: frozenset[str] = frozenset()
+    cost: TowerCost | None = None
 
     @property
     def describing(self) -> frozenset[str]:
@@ -225,6 +229,7 @@ def family_of(base: PreTrainedModel) -> Family:
         tower=next((name for name in _TOWERS if _child(base, name) is not None), None),
         needs_token_types=positions is not None and "mm_token_type_ids" in inspect.signature(positions).parameters,
         arguments=frozenset(inspect.signature(type(base).forward).parameters),
+        cost=tower_cost(getattr(base.config, "vision_config", None), facts.tower_mlp_matrices),
     )
 
 

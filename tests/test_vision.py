@@ -20,7 +20,7 @@ from lightning_vdp.call import Settings
 from lightning_vdp.callbacks import VisionLoadMonitor
 from lightning_vdp.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import FACTS, Facts, family_of, find_models
+from lightning_vdp.models import Family, family_of, find_models
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -102,7 +102,7 @@ def test_memory_is_balanced_over_images_and_videos_together_and_time_within_each
     drafts = {"image": UnitDraft((12,), None), "video": UnitDraft((3, 2, 2, 5), None)}
 
     def sums(balance: Any) -> list[list[int]]:
-        plans = assign_units(drafts, Facts(), None, Settings(vision_balance=balance), 2)
+        plans = assign_units(drafts, Family(), Settings(vision_balance=balance), 2)
         return [loads(plans[name].costs, plans[name].owners, 2) for name in ("image", "video")]
 
     # what ranks keep of both adds up
@@ -188,9 +188,9 @@ def test_gathered_bytes_are_told_as_they_are_moved() -> None:
 
 def _owners(batch: dict[str, Tensor]) -> list[int]:
     base = tiny_model("qwen3_vl").model
-    facts = FACTS["qwen3_vl"]
-    draft = list_units(family_of(base).modalities[0], batch, base.config, facts)
-    return list(assign_units({"image": draft}, facts, base.config, Settings(), 4)["image"].owners)
+    family = family_of(base)
+    draft = list_units(family.modalities[0], batch, base.config, family.facts)
+    return list(assign_units({"image": draft}, family, Settings(), 4)["image"].owners)
 
 
 # ---- exactness, pairwise over exchange, assignment, family, size and case

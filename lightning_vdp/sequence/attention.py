@@ -60,16 +60,17 @@ def ulysses_attention(
         RuntimeError: If the tensors are not those of self-attention over this rank's shard.
     """
     shard = call.shard
-    lengths = {query.shape[2], key.shape[2], value.shape[2]}
-    if lengths != {shard.size}:
+    lengths = (query.size(2), key.size(2), value.size(2))
+    if lengths != (shard.size,) * 3:
         raise RuntimeError(
-            f"{type(module).__name__} attends over {sorted(lengths)} positions, but this rank's shard has {shard.size}: "
+            f"{type(module).__name__} attends over {sorted(set(lengths))} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
     call.attended[module] += 1
-    splits = head_splits(query.shape[1], key.shape[1], len(shard.sizes))
+    splits = head_splits(query.size(1), key.size(1), len(shard.sizes))
     heads = (splits.query, splits.key_value, splits.key_value)
-    phase = f"layer {getattr(module, 'layer_idx', '')}"
+    known = vars(module)
+    phase = f"layer {known.get('layer_idx', '')}"
     query, key, value = to_heads([query, key, value], heads, shard, phase)
     mine = splits.ranks[shard.rank]
     groups = mine.groups
@@ -78,17 +79,18 @@ def ulysses_attention(
     own_heads = slice(mine.query.start, mine.query.stop)
     # what an attention function reads off the module, as it is for this rank's heads
     changed: dict[str, Any] = {}
-    if getattr(module, "num_key_value_groups", groups) != groups:
+    if known.get("num_key_value_groups", groups) != groups:
         changed["num_key_value_groups"] = groups
-    sinks = getattr(module, "sinks", None)
-    if isinstance(sinks, Tensor):
+    # a weight, or what FSDP puts in its place
+    sinks = known.get("sinks", module._parameters.get("sinks"))
+    if sinks is not None:
         changed["sinks"] = sinks[own_heads]
     seen: Any = _ModuleView(module, **changed) if changed else module
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
         attention_mask = attention_mask[:, own_heads]
     if "position_ids" in kwargs:
         kwargs["position_ids"] = call.whole_of(kwargs["position_ids"])
-    if isinstance(kwargs.get("s_aux"), Tensor):
+    if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"][own_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
     return to_sequence(output, splits.counts, shard, phase), None

@@ -132,7 +132,6 @@ class _ToHeads:
         # this rank's heads of each tensor
         self._counts = [len(runs[rank]) for runs in heads]
         self._all = sum(self._counts)
-        self._offsets = list(itertools.accumulate(self._counts, initial=0))
         self._even = all(map(_are_even, heads))
         row = batch * width
         self.input_sizes = [sum(map(len, rank_heads)) * self._positions * row for rank_heads in zip(*heads)]
@@ -162,7 +161,8 @@ class _ToHeads:
         else:
             whole = flat.new_empty(batch, heads, self._length, width)
             for run, part in zip(self._runs, flat.split(self._run_sizes)):
-                target = whole.narrow(2, run.start, run.ranks * run.size).unflatten(2, (run.ranks, run.size))
+                target = whole.narrow(2, run.start, run.ranks * run.size)
+                target = target.view(batch, heads, run.ranks, run.size, width)
                 target.copy_(part.view(run.ranks, heads, batch, run.size, width).permute(2, 1, 0, 3, 4))
         return whole.split(self._counts, 1)
 
@@ -181,17 +181,19 @@ class _ToHeads:
         return flat
 
     def _by_position(self, gradients: Sequence[Tensor], run: _Runs, into: Tensor | None = None) -> Tensor:
-        parts = [gradient.unflatten(2, (run.ranks, run.size)).permute(2, 1, 0, 3, 4) for gradient in gradients]
+        # dividing a dimension is a view, whatever the strides
+        parts = [
+            gradient.view(self._batch, count, run.ranks, run.size, self._width).permute(2, 1, 0, 3, 4)
+            for gradient, count in zip(gradients, self._counts)
+        ]
         return torch.cat(parts, 1, out=into)
 
     def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
         batch, positions, width = self._batch, self._positions, self._width
         if self._even:
-            whole = flat.view(self._ranks, self._all, batch, positions, width)
-            return tuple(
-                whole.narrow(1, start, count).permute(2, 0, 1, 3, 4).reshape(batch, -1, positions, width)
-                for start, count in zip(self._offsets, self._counts)
-            )
+            whole = flat.view(self._ranks, self._all, batch, positions, width).permute(2, 0, 1, 3, 4)
+            parts = whole.split(self._counts, 2)
+            return tuple([part.reshape(batch, -1, positions, width) for part in parts])
         # a head that several ranks have read has the sum of their gradients
         gradients = [flat.new_zeros(batch, max(run.stop for run in runs), positions, width) for runs in self._heads]
         pieces = list(self._pieces(gradients))
@@ -237,7 +239,8 @@ class _ToSequence:
     def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
         gradient = gradients[0]
         if self._even:
-            return gradient.unflatten(2, (len(self._heads), self._own)).permute(2, 1, 0, 3, 4).reshape(-1)
+            shape = (self._batch, self._positions, len(self._heads), self._own, self._width)
+            return gradient.view(shape).permute(2, 1, 0, 3, 4).reshape(-1)
         return torch.cat([part.transpose(0, 1).reshape(-1) for part in gradient.split(self._heads, 2)])
 
     def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -252,7 +255,7 @@ _to_sequence_layout = functools.lru_cache(_ToSequence)
 @region(ATTENTION_EXCHANGE)
 def to_heads(
     tensors: Sequence[Tensor], heads: Sequence[tuple[range, ...]], shard: SequenceShard, phase: str = "layer"
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Sequence shards to head shards; tensors of one width and dtype go in one exchange.
 
     Args:
@@ -264,21 +267,23 @@ def to_heads(
     Returns:
         Each of shape ``[B, H_r, S, D]``.
     """
-    alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        alike.setdefault((tensor.shape[3], tensor.dtype), []).append(index)
+    batch, mark = tensors[0].size(0), shard.mark(phase)
+    kinds = [(tensor.size(3), tensor.dtype) for tensor in tensors]
+    if kinds.count(kinds[0]) == len(kinds):
+        layout = _to_heads_layout(tuple(heads), shard.sizes, shard.rank, batch, kinds[0][0])
+        return all_to_all(tensors, layout, shard.group, mark)
     result = list(tensors)
-    for (width, _), indices in alike.items():
-        chosen = tuple([heads[index] for index in indices])
-        layout = _to_heads_layout(chosen, shard.sizes, shard.rank, tensors[0].shape[0], width)
-        exchanged = all_to_all([tensors[index] for index in indices], layout, shard.group, shard.mark(phase))
+    for kind in dict.fromkeys(kinds):
+        indices = [index for index, other in enumerate(kinds) if other == kind]
+        layout = _to_heads_layout(tuple([heads[index] for index in indices]), shard.sizes, shard.rank, batch, kind[0])
+        exchanged = all_to_all([tensors[index] for index in indices], layout, shard.group, mark)
         for index, tensor in zip(indices, exchanged):
             result[index] = tensor
-    return result
+    return tuple(result)
 
 
 @region(ATTENTION_EXCHANGE)
 def to_sequence(x_BSHD: Tensor, heads: tuple[int, ...], shard: SequenceShard, phase: str = "layer") -> Tensor:
     """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
-    layout = _to_sequence_layout(heads, shard.sizes, shard.rank, x_BSHD.shape[0], x_BSHD.shape[3])
+    layout = _to_sequence_layout(heads, shard.sizes, shard.rank, x_BSHD.size(0), x_BSHD.size(3))
     return all_to_all([x_BSHD], layout, shard.group, shard.mark(phase))[0]

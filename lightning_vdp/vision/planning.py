@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_vdp.call import ForwardCall, Settings, host_copy
 from lightning_vdp.checks import counts_of, grids_of
-from lightning_vdp.models import Facts, Modality
+from lightning_vdp.models import Facts, Family, Modality
 from lightning_vdp.vision.assignment import assign
-from lightning_vdp.vision.cost import patches, tower_cost
+from lightning_vdp.vision.cost import patches
 from lightning_vdp.vision.routes import Routes, plan_routes
 from lightning_vdp.vision.units import UnitPlan, split_frames
 
@@ -70,7 +70,7 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, fa
 
 
 def assign_units(
-    drafts: Mapping[str, UnitDraft], facts: Facts, config: Any, settings: Settings, ranks: int
+    drafts: Mapping[str, UnitDraft], family: Family, settings: Settings, ranks: int
 ) -> dict[str, UnitPlan]:
     """Gives units owners such that predicted costs are even.
 
@@ -79,16 +79,15 @@ def assign_units(
 
     Args:
         drafts: The units of each modality, by name.
-        facts: Facts about the model type.
-        config: The model's config.
+        family: Facts about the model.
         settings: What is balanced, and how.
         ranks: Size of the sequence group.
 
     Returns:
         The plan of each modality, by name.
     """
-    costs = {name: _costs(draft, facts, config, settings) for name, draft in drafts.items()}
-    method = settings.vision_assignment if facts.listed else "contiguous"
+    costs = {name: _costs(draft, family, settings) for name, draft in drafts.items()}
+    method = settings.vision_assignment if family.facts.listed else "contiguous"
     if settings.vision_balance == "memory" and method == "balanced":
         owners = iter(assign([cost for each in costs.values() for cost in each], ranks, method))
         assigned = {name: tuple(itertools.islice(owners, len(each))) for name, each in costs.items()}
@@ -100,11 +99,10 @@ def assign_units(
     }
 
 
-def _costs(draft: UnitDraft, facts: Facts, config: Any, settings: Settings) -> tuple[int, ...]:
-    if not draft.grids or settings.vision_balance == "memory":
+def _costs(draft: UnitDraft, family: Family, settings: Settings) -> tuple[int, ...]:
+    if family.cost is None or not draft.grids or settings.vision_balance == "memory":
         return draft.sizes
-    cost = tower_cost(getattr(config, "vision_config", None), facts.tower_mlp_matrices)
-    return draft.sizes if cost is None else tuple(cost(draft.grids))
+    return tuple(family.cost(draft.grids))
 
 
 def working_units(
