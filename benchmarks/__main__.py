@@ -64,7 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which one")
-    parser.add_argument("--json", type=Path, help="write figures, tables and facts about the machine to this file")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file to write to; what it has of others stays",
+    )
     parser.add_argument("--charts", type=Path, default=Path("runs/benchmarks"), help="folder of the charts")
     parser.add_argument("--quick", action="store_true", help="small inputs and few repetitions, to see that it runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on")
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = machine_facts(chosen.device)
     console.print(", ".join(f"{name}: {fact}" for name, fact in facts.items()), "\n")
     options = Options(chosen.device, chosen.quick)
-    records = {}
+    recorded = json.loads(chosen.json.read_text()) if chosen.json is not None and chosen.json.exists() else {}
     for name in NAMES if chosen.name == "all" else [chosen.name]:
         start = time.monotonic()
         report: Report = importlib.import_module(f"benchmarks.{name}").run(options)
@@ -86,10 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _print(console, name, report, seconds)
         if report.chart.categories:
             draw(report.chart, chosen.charts / f"{name}.png")
-        records[name] = _record(report, seconds)
+        # others that the file has stay as they are
+        recorded[name] = {"quick": chosen.quick, "machine": facts, **_record(report, seconds)}
         if chosen.json is not None:
-            text = json.dumps({"machine": facts, "quick": chosen.quick, "benchmarks": records}, indent=1)
-            chosen.json.write_text(text + "\n")
+            chosen.json.write_text(
+                json.dumps({key: recorded[key] for key in NAMES if key in recorded}, indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -55,6 +55,11 @@ def _section(name: str, record: Mapping[str, Any], comments: Mapping[str, str]) 
         lines += list_table([[_value(row[column]) for column in columns] for row in record["table"]], columns)
     if record["parity"] is not None:
         lines += [f"The sides differ by {record['parity']:.0e} at most (float32).", ""]
+    machine = record["machine"]
+    lines += [
+        *paragraph(f"Measured on {machine['date']} in {record['seconds']} s, with Python {machine['python']}."),
+        "",
+    ]
     for note in record["notes"]:
         lines += [*paragraph(note), ""]
     if name in comments:
@@ -72,9 +77,10 @@ def performance_page(recorded: Mapping[str, Any], comments: Mapping[str, str]) -
     Raises:
         ValueError: If the figures are those of a quick run, or some are missing.
     """
-    if recorded["quick"] or set(recorded["benchmarks"]) != set(_HEADINGS):
+    if any(record["quick"] for record in recorded.values()) or set(recorded) != set(_HEADINGS):
         raise ValueError("Pages are written from a whole run; take `--quick` away and run `all`.")
-    facts = [f"{name}: {fact}" for name, fact in recorded["machine"].items()]
+    machine = next(iter(recorded.values()))["machine"]
+    facts = [f"{name}: {fact}" for name, fact in machine.items() if name not in ("date", "python")]
     lines = [
         "Performance",
         "===========",
@@ -98,6 +104,6 @@ def performance_page(recorded: Mapping[str, Any], comments: Mapping[str, str]) -
         *paragraph("; ".join(facts) + "."),
         "",
     ]
-    for name, record in recorded["benchmarks"].items():
+    for name, record in recorded.items():
         lines += _section(name, record, comments)
     return "\n".join(lines).rstrip() + "\n"

@@ -26,7 +26,7 @@ _RANKS = (2, 4, 8)
 def _measure(options: Options, mix: str) -> dict[str, float]:
     device = join(options)
     batch = mix_batch(mix, shrink=8 if options.quick else 2)
-    sides = VisionSides({name: value.to(device) for name, value in batch.items()}, device, 64, vision_balance="memory")
+    sides = VisionSides({name: value.to(device) for name, value in batch.items()}, device, 128, vision_balance="memory")
     kept = {}
     for name, model, step in (
         ("divided", sides.divided, sides.run_divided),

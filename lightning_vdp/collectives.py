@@ -53,16 +53,16 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: dist.ProcessGroup, mark: Mark, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.layout, ctx.group, ctx.mark = layout, group, mark
-        flat = layout.pack(tensors)
         with mark("forward"):
-            received = _exchange(flat, layout.input_sizes, layout.output_sizes, group)
+            # what is sent is freed before what is received is unpacked
+            received = _exchange(layout.pack(tensors), layout.input_sizes, layout.output_sizes, group)
         return layout.unpack(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        flat = ctx.layout.unpack_adjoint(gradients)
-        return None, None, None, *ctx.layout.pack_adjoint(_AllToAll.way_back(ctx, flat))
+        received = _AllToAll.way_back(ctx, ctx.layout.unpack_adjoint(gradients))
+        return None, None, None, *ctx.layout.pack_adjoint(received)
 
     @staticmethod
     def way_back(ctx: Any, flat: Tensor) -> Tensor:
