@@ -110,31 +110,45 @@ def _decoder(rounds: int) -> dict[str, float]:
         if backward:
             hidden.sum().backward()
 
-    forward: dict[int, list[float]] = {}
+    def of_layers(model: PreTrainedModel, positions: int) -> float:
+        """Microseconds of the forward of a layer, with every hook of it."""
+        taken: list[float] = []
+        started = 0.0
+
+        def start(*_: Any) -> None:
+            nonlocal started
+            started = time.thread_time()
+
+        def stop(*_: Any) -> None:
+            taken.append(1e6 * (time.thread_time() - started))
+
+        hooks = [layer.register_forward_pre_hook(start, prepend=True) for layer in model.model.language_model.layers]
+        hooks += [layer.register_forward_hook(stop) for layer in model.model.language_model.layers]
+        _microseconds([partial(run, model, positions, False)], rounds)
+        for hook in hooks:
+            hook.remove()
+        return statistics.median(taken)
+
     both: dict[int, list[float]] = {}
     for layers in _LAYERS:
         plain = qwen(layers=layers, hidden=64, tower_layers=1, tower_hidden=32)
         divided, _ = _divided(plain)
-
         for model in (plain, divided):
             model.set_attn_implementation("constant")
         with patch.object(heads, "all_to_all", _NoExchange()):
-            forward[layers] = _microseconds(
-                [partial(run, divided, ids.shape[1], False), partial(run, plain, _SHARD, False)], rounds
-            )
+            hooks = of_layers(divided, ids.shape[1]) - of_layers(plain, _SHARD)
         for model in (plain, divided):
             model.set_attn_implementation("sum")
         both[layers] = _microseconds(
             [partial(run, divided, ids.shape[1], True), partial(run, plain, _SHARD, True)], rounds
         )
 
-    def per_layer(taken: dict[int, list[float]], side: int) -> float:
+    def per_layer(side: int) -> float:
         few, many = _LAYERS
-        return (taken[many][side] - taken[few][side]) / (many - few)
+        return (both[many][side] - both[few][side]) / (many - few)
 
-    hooks = per_layer(forward, 0) - per_layer(forward, 1)
-    exchanges = per_layer(both, 0) - per_layer(both, 1) - hooks
-    return {"hooks": hooks, "exchanges": exchanges, "layer": per_layer(both, 1)}
+    exchanges = per_layer(0) - per_layer(1) - hooks
+    return {"hooks": hooks, "exchanges": exchanges, "layer": per_layer(1)}
 
 
 def _images(rounds: int) -> dict[str, float]:
