@@ -110,8 +110,8 @@ def _decoder(rounds: int) -> dict[str, float]:
         if backward:
             hidden.sum().backward()
 
-    def of_layers(model: PreTrainedModel, positions: int) -> float:
-        """Microseconds of the forward of a layer, with every hook of it."""
+    def time_layers(model: PreTrainedModel) -> tuple[list[float], list[Any]]:
+        """A list that fills with microseconds of the forward of a layer, with every hook of it; and what takes the time."""
         taken: list[float] = []
         started = 0.0
 
@@ -122,12 +122,9 @@ def _decoder(rounds: int) -> dict[str, float]:
         def stop(*_: Any) -> None:
             taken.append(1e6 * (time.thread_time() - started))
 
-        hooks = [layer.register_forward_pre_hook(start, prepend=True) for layer in model.model.language_model.layers]
-        hooks += [layer.register_forward_hook(stop) for layer in model.model.language_model.layers]
-        _microseconds([partial(run, model, positions, False)], rounds)
-        for hook in hooks:
-            hook.remove()
-        return statistics.median(taken)
+        layers = model.model.language_model.layers
+        clocks = [layer.register_forward_pre_hook(start, prepend=True) for layer in layers]
+        return taken, clocks + [layer.register_forward_hook(stop) for layer in layers]
 
     both: dict[int, list[float]] = {}
     for layers in _LAYERS:
@@ -136,7 +133,11 @@ def _decoder(rounds: int) -> dict[str, float]:
         for model in (plain, divided):
             model.set_attn_implementation("constant")
         with patch.object(heads, "all_to_all", _NoExchange()):
-            hooks = of_layers(divided, ids.shape[1]) - of_layers(plain, _SHARD)
+            (ours, clocks), (theirs, others) = time_layers(divided), time_layers(plain)
+            _microseconds([partial(run, divided, ids.shape[1], False), partial(run, plain, _SHARD, False)], rounds)
+        hooks = statistics.median(ours) - statistics.median(theirs)
+        for clock in clocks + others:
+            clock.remove()
         for model in (plain, divided):
             model.set_attn_implementation("sum")
         both[layers] = _microseconds(
