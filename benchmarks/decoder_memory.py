@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.measure import Peak, check_parity, fits, join, peak_bytes
+from benchmarks.measure import Peak, check_parity, fits, join, lacking, peak_bytes
 from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_most
 from lightning_vdp import UlyssesVisionDPStrategy
@@ -196,12 +196,10 @@ def run(options: Options) -> Report:
     """Measures at all sizes for which there are devices."""
     length = 512 if options.quick else 4096
     figures: dict[str, float] = {}
-    notes = []
+    notes = lacking(options, (2, 4))
     for size in (2, 4):
-        if not fits(options, size):
-            notes.append(f"S = {size} needs {size} devices.")
-            continue
-        figures[f"decoder_memory_ratio_s{size}"] = share_kept(size, length, options=options)
+        if fits(options, size):
+            figures[f"decoder_memory_ratio_s{size}"] = share_kept(size, length, options=options)
     rows: list[dict[str, Any]] = []
     difference = None
     if fits(options, _WORLD):

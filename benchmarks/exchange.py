@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import fits, join
+from benchmarks.measure import fits, join, lacking
 from benchmarks.mixes import MIXES
 from benchmarks.models import mix_batch
 from benchmarks.report import Chart, Options, Report, at_most, exactly
@@ -43,7 +43,6 @@ def _needed(sides: VisionSides) -> int:
 def _measure(options: Options, mix: str) -> dict[str, float]:
     device = join(options)
     batch = mix_batch(mix, shrink=8 if options.quick else 2)
-    batch = {name: value.to(device) for name, value in batch.items()}
     received = []
     differences = []
     for exchange in ("routed", "gather"):
@@ -82,10 +81,7 @@ def run(options: Options) -> Report:
                     "gather": gathered / ranks,
                     "needed": needed / ranks,
                     "difference": max(rank["difference"] for rank in found),
-                    # the rank that is furthest off
-                    "excess": max(
-                        (rank["routed"] / rank["needed"] for rank in found if rank["needed"]), key=lambda x: abs(x - 1)
-                    ),
+                    "excess": _furthest(rank["routed"] / rank["needed"] for rank in found if rank["needed"]),
                 }
             )
         figures[f"exchange_ratio_s{ranks}"] = max(row["ratio"] for row in rows if row["S"] == ranks)
@@ -102,5 +98,5 @@ def run(options: Options) -> Report:
         table=rows,
         limits={"exchange_ratio_s4": at_most(0.37), "exchange_ratio_s8": at_most(0.2), "exchange_excess": exactly(1)},
         parity=max((row["difference"] for row in rows), default=None),
-        notes=[f"S = {ranks} needs {ranks} devices." for ranks in _RANKS if ranks not in sizes],
+        notes=lacking(options, _RANKS),
     )

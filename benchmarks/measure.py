@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "fits",
     "gradients",
     "join",
+    "lacking",
     "largest_difference",
     "peak_bytes",
     "worst",
@@ -34,6 +35,11 @@ _TOLERANCE = 1e-3
 def fits(options: Options, ranks: int) -> bool:
     """Whether the machine has a device for each rank; processes on CPUs may be more than cores where nothing is timed."""
     return options.device == "cpu" or torch.cuda.device_count() >= ranks
+
+
+def lacking(options: Options, sizes: Sequence[int]) -> list[str]:
+    """Says which sizes of a sequence group were left out for want of devices."""
+    return [f"S = {ranks} needs {ranks} devices." for ranks in sizes if not fits(options, ranks)]
 
 
 def join(options: Options) -> torch.device:

@@ -80,7 +80,7 @@ class Report:
         chart: The picture.
         table: Rows behind the figures, all with the same columns.
         limits: What some of the figures are held to.
-        parity: Largest relative difference between the two sides, which was looked at before anything was timed; None
+        parity: Largest relative difference between the two sides, without which nothing is reported; None
             where both sides are counted only.
         notes: What was left out and why.
     """

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from benchmarks.measure import check_parity, fits, worst
+from benchmarks.measure import check_parity, fits, lacking, worst
 from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_least
 from lightning_vdp import UlyssesVisionDPStrategy
@@ -102,7 +102,7 @@ def run(options: Options) -> Report:
     """Times the three sides in turn."""
     title = "Optimizer step on two samples, two ranks"
     if not fits(options, 2):
-        return Report({}, Chart(title, "s", [], {}), notes=["S = 2 needs 2 devices."])
+        return Report({}, Chart(title, "s", [], {}), notes=lacking(options, (2,)))
     ranks = run_ranks(_measure, 2, options, timeout=1800)
     losses = {side: ranks[0][side][0] for side in _SIDES}
     # each rank of plain FSDP has the loss of its own sample

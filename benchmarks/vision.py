@@ -27,7 +27,7 @@ class VisionSides:
     ranks equal the loss and gradients of the whole.
 
     Args:
-        batch: On this rank's device.
+        batch: Is moved to this rank's device.
         device: This rank's device.
         tower_hidden: Width of the tower.
         tower_layers: Blocks of the tower.
@@ -40,7 +40,7 @@ class VisionSides:
         model = qwen(layers=0, hidden=64, tower_layers=tower_layers, tower_hidden=tower_hidden)
         model.to(device.type)  # type: ignore[arg-type]
         model.get_input_embeddings().requires_grad_(False)
-        self.batch = batch
+        self.batch = {name: value.to(device) for name, value in batch.items()}
         self.mesh = SequenceMesh(device.type, 1, dist.get_world_size())
         self.plain, self.redundant, self.divided = model, deepcopy(model), deepcopy(model)
         length = batch["input_ids"].shape[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import fits, join, peak_bytes, worst
+from benchmarks.measure import fits, join, lacking, peak_bytes, worst
 from benchmarks.mixes import MIXES
 from benchmarks.models import mix_batch, patches
 from benchmarks.report import Chart, Options, Report, at_most
@@ -26,7 +26,7 @@ _RANKS = (2, 4, 8)
 def _measure(options: Options, mix: str) -> dict[str, float]:
     device = join(options)
     batch = mix_batch(mix, shrink=8 if options.quick else 2)
-    sides = VisionSides({name: value.to(device) for name, value in batch.items()}, device, 128, vision_balance="memory")
+    sides = VisionSides(batch, device, 128, vision_balance="memory")
     kept = {}
     for name, model, step in (
         ("divided", sides.divided, sides.run_divided),
@@ -88,5 +88,5 @@ def run(options: Options) -> Report:
         table=rows,
         limits={f"vision_memory_over_ideal_{mix}_s{ranks}": at_most(1.05) for mix in MIXES for ranks in (2, 4)},
         parity=max((row["difference"] for row in rows), default=None),
-        notes=[f"S = {ranks} needs {ranks} devices." for ranks in _RANKS if ranks not in sizes],
+        notes=lacking(options, _RANKS),
     )

@@ -4,7 +4,7 @@ The exchange of features and their merge are timed too. Without Vision DP both r
 also share caches and the way to memory, one that encodes every image while the other waits is timed beside them.
 """
 
-from benchmarks.measure import alternate, fits, join
+from benchmarks.measure import alternate, fits, join, lacking
 from benchmarks.models import mix_batch
 from benchmarks.report import Chart, Options, Report, at_least
 from benchmarks.vision import VisionSides
@@ -18,7 +18,7 @@ _SIDES = {"divided": "Vision DP", "redundant": "every image on both ranks", "alo
 def _measure(options: Options) -> tuple[dict[str, float], float]:
     device = join(options)
     batch = mix_batch("screenshots", shrink=8 if options.quick else 2)
-    sides = VisionSides({name: value.to(device) for name, value in batch.items()}, device, 64)
+    sides = VisionSides(batch, device, 64)
     sides.run_divided()
     sides.run_redundant()
     difference = sides.parity(sides.redundant)
@@ -30,7 +30,7 @@ def run(options: Options) -> Report:
     """Times the three sides in turn."""
     title = "Forward and backward of the tower on 24 screenshots, S = 2"
     if not fits(options, 2):
-        return Report({}, Chart(title, "s", [], {}), notes=["S = 2 needs 2 devices."])
+        return Report({}, Chart(title, "s", [], {}), notes=lacking(options, (2,)))
     seconds, difference = run_ranks(_measure, 2, options, timeout=900)[0]
     return Report(
         figures={

@@ -494,6 +494,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     def _check_wrapped(self, models: list[DividedModel]) -> None:
         assert self.model is not None
         parts = fsdp_parts(self.model)
+        heads = [id(head) for head in own_heads(self.model)]
         for model in models if len(self._division) else []:
             if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
                 raise ValueError(
@@ -507,7 +508,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 )
             inside = {
                 id(child) for part in (model.tower, model.decoder) if part is not None for child in part.modules()
-            }.union(map(id, own_heads(self.model)))
+            }.union(heads)
             apart = [unwrap(part) for part in parts if part is not self.model and id(unwrap(part)) not in inside]
             within = {id(child) for child in model.base.modules()}
             lost = next((part for part in apart if id(part) in within and part is not model.base), None)
