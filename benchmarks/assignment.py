@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.mixes import MIXES, Grid
 from benchmarks.report import Chart, Options, Report, at_most
-from lightning_vdp.vision.assignment import balanced, contiguous, loads
+from lightning_vdp.vision.assign import balanced, contiguous, loads
 from lightning_vdp.vision.cost import TowerCost, patches
-from lightning_vdp.vision.units import split_frames
+from lightning_vdp.vision.plan import split_frames
 
 __all__ = ["greedy", "run"]
 

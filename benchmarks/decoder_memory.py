@@ -27,10 +27,10 @@ from benchmarks.measure import Peak, check_parity, fits, join, lacking, peak_byt
 from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_most
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import Batches, ParityModule, quiet_trainer, run_ranks, tiny_batch
 from lightning_vdp.testing.measure import SavedBytes
 

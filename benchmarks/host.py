@@ -28,12 +28,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.measure import pretend
 from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_most
-from lightning_vdp.call import Settings
 from lightning_vdp.collectives import Layout
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
 from lightning_vdp.sequence import heads
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import run_ranks, tiny_batch
 
 __all__ = ["run"]

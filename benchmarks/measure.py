@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.report import Options
-from lightning_vdp.vision.load import Stopwatch
+from lightning_vdp.vision.monitor import Stopwatch
 
 __all__ = [
     "Peak",

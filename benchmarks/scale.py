@@ -15,14 +15,14 @@ import torch
 from benchmarks.measure import pretend
 from benchmarks.models import mix_batch, qwen
 from benchmarks.report import Chart, Options, Report
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
-from lightning_vdp.header import encode, exchange_headers
+from lightning_vdp.call.header import encode, exchange_headers
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import run_ranks
 from lightning_vdp.testing.measure import ByteCounter
-from lightning_vdp.vision import planning
+from lightning_vdp.vision import plan as planning
 
 __all__ = ["run"]
 

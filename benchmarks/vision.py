@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.measure import check_parity, gradients, largest_difference, worst
 from benchmarks.models import qwen
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
-from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
+from lightning_vdp.settings import Settings
+from lightning_vdp.shards import SequenceShard, shard_sequence
 
 __all__ = ["VisionSides"]
 

@@ -3,11 +3,11 @@
 Importing this package registers the strategy, so that ``Trainer(strategy="ulysses_vdp")`` finds it.
 """
 
+from lightning_vdp.errors import StepError
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
-from lightning_vdp.header import StepError
 from lightning_vdp.registration import register
-from lightning_vdp.sequence.shards import SequenceShard, gather_sequence, sequence_mean, shard_sequence
 from lightning_vdp.sequence.tokens import token_entropy, token_log_probs
+from lightning_vdp.shards import SequenceShard, gather_sequence, sequence_mean, shard_sequence
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 
 __all__ = [

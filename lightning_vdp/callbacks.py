@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
-from lightning_vdp.vision.load import Stopwatch, VisionLoad
+from lightning_vdp.vision.monitor import Stopwatch, VisionLoad
 
 __all__ = ["VisionLoadMonitor"]
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_vdp
-from lightning_vdp.export import export as export_checkpoint
+from lightning_vdp.checkpoint.export import export as export_checkpoint
 
 PROGRAM = "lightning-vdp"
 JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.39")

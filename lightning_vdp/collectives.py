@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_vdp.watch import Mark, unmarked
+from lightning_vdp.run.watch import Mark, unmarked
 
 __all__ = ["Layout", "all_gather", "all_reduce", "all_to_all", "attach"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_vdp.vision.load import LoadObservers
-from lightning_vdp.watch import Watch, run_store
+from lightning_vdp.run.observers import Observers
+from lightning_vdp.run.watch import Watch, run_store
 
 __all__ = ["SequenceMesh", "resolve_sizes"]
 
@@ -180,7 +180,7 @@ class SequenceMesh:
         self.sequence_group = groups.sequence
         self.data_parallel_group = groups.data
         self.header_group, self.header_device = groups.header, groups.header_device
-        self.vision_observers = LoadObservers()
+        self.vision_observers = Observers()
         self.watch = Watch(self.rank, dist.get_process_group_ranks(self.sequence_group), self.world_size)
 
     def start_watch(self, warn_after_s: float) -> None:

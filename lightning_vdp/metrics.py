@@ -10,8 +10,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
-from lightning_vdp.sequence.tokens import IGNORED, by_chunks, shift
+from lightning_vdp.batch.labels import IGNORED, shift
+from lightning_vdp.sequence.tokens import by_chunks
+from lightning_vdp.shards import SequenceShard, shard_sequence
 
 __all__ = ["Perplexity", "TokenAccuracy"]
 

@@ -39,36 +39,29 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.batches import suspect_loader
-from lightning_vdp.call import Settings, host_tensors, keep_host_copies, keep_samples, sample
-from lightning_vdp.compatibility import check_overrides
-from lightning_vdp.divide import Division, divide_models
-from lightning_vdp.export import MODELS_KEY, describe_models
-from lightning_vdp.fetch import AgreedLoader
-from lightning_vdp.fsdp.checkpoint import (
-    frozen_names,
-    full_state_on_cpu,
-    load_sharded_module,
-    loosened,
-    newest,
-    optimizer_state_2,
-    replaced_in_one_step,
-    state_dict_2,
-    write_file,
-    write_shards,
-)
-from lightning_vdp.fsdp.fully_shard import check_arguments, make_shard_mesh, reshard
+from lightning_vdp.agreement import gather_numbers, raise_together
+from lightning_vdp.batch.host_copies import host_tensors, keep_host_copies, keep_samples, sample
+from lightning_vdp.batch.loader import AgreedLoader
+from lightning_vdp.batch.same import suspect_loader
+from lightning_vdp.checkpoint.export import MODELS_KEY, describe_models
+from lightning_vdp.checkpoint.load import load_sharded_module, loosened, newest
+from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, unmark
+from lightning_vdp.checkpoint.safety import check_holds_data
+from lightning_vdp.checkpoint.save import frozen_names, replaced_in_one_step, write_file, write_shards
+from lightning_vdp.errors import StepError
+from lightning_vdp.families.find import DividedModel, find_models, own_heads, query_heads
+from lightning_vdp.families.wrappers import plain_name, unwrap
+from lightning_vdp.forward.patches import Division, divide_models
+from lightning_vdp.fsdp.fsdp1 import full_state_on_cpu, shard_in_place, wrap
+from lightning_vdp.fsdp.fsdp2 import check_arguments, make_shard_mesh, optimizer_state_2, reshard, state_dict_2
 from lightning_vdp.fsdp.materialize import fill_from_rank_zero, hash_of
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
-from lightning_vdp.fsdp.safety import check_holds_data
-from lightning_vdp.fsdp.wrap import fsdp_parts, known_root, shard_in_place, wrap, wraps_more_than_default
-from lightning_vdp.header import gather_numbers, raise_together
+from lightning_vdp.fsdp.remembered import fsdp_parts, known_root, wraps_more_than_default
 from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.models import DividedModel, find_models, own_heads, plain_name, query_heads, unwrap
-from lightning_vdp.notebook import NotebookLauncher
-from lightning_vdp.resume import continue_samplers, rescale_progress, unmark
-from lightning_vdp.signals import Sigterm
-from lightning_vdp.watch import StepError
+from lightning_vdp.run.compatibility import check_overrides
+from lightning_vdp.run.notebook import NotebookLauncher
+from lightning_vdp.run.signals import Sigterm
+from lightning_vdp.settings import Settings
 
 __all__ = ["UlyssesVisionDPStrategy"]
 

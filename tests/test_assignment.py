@@ -3,9 +3,10 @@ import random
 
 import pytest
 
-from lightning_vdp.vision.assignment import assign, balanced, contiguous, loads
+from lightning_vdp.call.units import UnitPlan
+from lightning_vdp.vision.assign import assign, balanced, contiguous, loads
 from lightning_vdp.vision.cost import TowerCost, patches, tower_cost
-from lightning_vdp.vision.units import UnitPlan, split_frames
+from lightning_vdp.vision.plan import split_frames
 
 
 def _best_contiguous(costs: list[int], ranks: int) -> int:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_vdp.sequence.heads import head_splits
-from lightning_vdp.sequence.shards import shard_sizes
+from lightning_vdp.shards import shard_sizes
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.batches import digest_batch
-from lightning_vdp.call import host_tensors, keep_samples, known_sample, sample
-from lightning_vdp.models import find_models
+from lightning_vdp.batch.host_copies import host_tensors, keep_samples, known_sample, sample
+from lightning_vdp.batch.same import digest_batch
+from lightning_vdp.families.find import find_models
 from lightning_vdp.testing import ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
 
 FAMILY = "qwen2_5_vl"
@@ -130,7 +130,7 @@ def test_what_is_on_a_device_is_left_out_unless_known_on_the_host() -> None:
 
 
 def test_seeds_are_not_what_is_suspicious(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_vdp.batches import suspect_loader
+    from lightning_vdp.batch.same import suspect_loader
 
     loader = DataLoader(_Samples(), shuffle=True)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

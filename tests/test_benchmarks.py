@@ -13,7 +13,7 @@ from benchmarks.__main__ import NAMES, main
 from benchmarks.assignment import greedy
 from benchmarks.measure import check_parity, largest_difference, peak_bytes
 from benchmarks.report import Options, Report, at_least, at_most, exactly
-from lightning_vdp.vision.assignment import loads
+from lightning_vdp.vision.assign import loads
 from tests.conftest import slow
 
 DOCS = Path(__file__).parent.parent / "docs"

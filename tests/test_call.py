@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature
 
-from lightning_vdp.call import host_tensors, keep_host_copies, known_host_copy
+from lightning_vdp.batch.host_copies import host_tensors, keep_host_copies, known_host_copy
 
 NAMES = frozenset({"input_ids", "image_grid_thw"})
 

@@ -214,7 +214,7 @@ def test_what_counts_as_divided(lengths: list[list[int]], units: list[list[int]]
 
 
 def test_a_crash_is_no_refusal() -> None:
-    import lightning_vdp.checks
+    import lightning_vdp.batch.validate
 
     def failure(path: str, code: str, ranks: int) -> tuple[str, str]:
         message = f'Rank 0 raised:\n  File "{path}", line 3, in f\n    {code}\nValueError: no'

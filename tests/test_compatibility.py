@@ -17,8 +17,8 @@ from typing_extensions import override
 
 import lightning_vdp
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
-from lightning_vdp.compatibility import check_overrides
-from lightning_vdp.notebook import NotebookLauncher
+from lightning_vdp.run.compatibility import check_overrides
+from lightning_vdp.run.notebook import NotebookLauncher
 from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_model
 
 FAMILY = "qwen3_vl"

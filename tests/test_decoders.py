@@ -9,11 +9,11 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
-from lightning_vdp.sequence.shards import gather_sequence
+from lightning_vdp.settings import Settings
+from lightning_vdp.shards import gather_sequence
 from lightning_vdp.testing import ParityModule, assert_parity, run_ranks
 from lightning_vdp.testing.models import add_noise
 

@@ -10,7 +10,10 @@ from transformers import CONFIG_MAPPING
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
 from lightning_vdp.check.build import tiny_config, tiny_model
 from lightning_vdp.check.inputs import make_batch
-from lightning_vdp.models import REFUSED, Modality, family_of, find_models
+from lightning_vdp.families.facts import REFUSED
+from lightning_vdp.families.family import Modality
+from lightning_vdp.families.find import family_of, find_models
+from lightning_vdp.forward.first_batch import shorten
 from lightning_vdp.testing import (
     Batches,
     ParityModule,
@@ -20,9 +23,8 @@ from lightning_vdp.testing import (
     quiet_trainer,
     run_ranks,
 )
-from lightning_vdp.verify import shorten
-from lightning_vdp.vision.load import VisionLoad
-from lightning_vdp.vision.selection import build_unit, describe_unit
+from lightning_vdp.vision.monitor import VisionLoad
+from lightning_vdp.vision.select import build_unit, describe_unit
 
 Batch = dict[str, Any]
 

@@ -13,15 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.testing import (
-    Batches,
-    ParityModule,
-    assert_parity,
-    quiet_trainer,
-    run_ranks,
-    tiny_batch,
-    tiny_model,
-)
+from lightning_vdp.testing import Batches, ParityModule, assert_parity, quiet_trainer, run_ranks, tiny_batch, tiny_model
 
 FAMILY = "qwen2_5_vl"
 

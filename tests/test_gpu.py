@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.batches import digest_batch
-from lightning_vdp.call import host_tensors, keep_samples, known_host_copy, sample
-from lightning_vdp.models import find_models
-from lightning_vdp.randomness import OwnRandomness
+from lightning_vdp.batch.host_copies import host_tensors, keep_samples, known_host_copy, sample
+from lightning_vdp.batch.same import digest_batch
+from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.families.find import find_models
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,

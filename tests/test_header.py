@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_vdp.header import FIELDS, StepError, decode, encode, exchange_headers
+from lightning_vdp.call.header import FIELDS, decode, encode, exchange_headers
+from lightning_vdp.errors import StepError
 from lightning_vdp.mesh import SequenceMesh
 
 

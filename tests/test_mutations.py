@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lightning_vdp.call as call_module
+import lightning_vdp.call.call as call_module
 import lightning_vdp.collectives as collectives
-import lightning_vdp.sequence.attention as attention
 import lightning_vdp.sequence.decoder as decoder
 import lightning_vdp.sequence.heads as heads
 import lightning_vdp.sequence.loss as loss
+import lightning_vdp.sequence.ulysses as attention
 import lightning_vdp.vision.exchange as exchange
 import lightning_vdp.vision.tower as tower
-from lightning_vdp.call import CALL
-from lightning_vdp.sequence.shards import SequenceShard, shard_sequence
+from lightning_vdp.call.call import CALL
+from lightning_vdp.shards import SequenceShard, shard_sequence
 from lightning_vdp.testing import ParityModule, assert_parity, measure_parity, tiny_batch, tiny_model
 
 FAMILY = "qwen3_vl"

@@ -10,11 +10,11 @@ from flash_stand_in import CALLS, use_flash
 from torch import Tensor
 
 from lightning_vdp import UlyssesVisionDPStrategy, token_log_probs
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.find import find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models
 from lightning_vdp.packing import pack_samples
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import (
     Batches,
     ParityModule,

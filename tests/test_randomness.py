@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
-from lightning_vdp.randomness import OwnRandomness
+from lightning_vdp.call.randomness import OwnRandomness
 from lightning_vdp.testing import (
     Batches,
     ParityModule,

@@ -19,11 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lightning_vdp
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy, gather_sequence
-from lightning_vdp.call import Settings
-from lightning_vdp.divide import divide_models
-from lightning_vdp.fsdp.wrap import fsdp_parts
+from lightning_vdp.families.find import find_models
+from lightning_vdp.families.wrappers import unwrap
+from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.fsdp.remembered import fsdp_parts
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import find_models, unwrap
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import (
     Batches,
     ParityModule,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vdp import UlyssesVisionDPStrategy
-from lightning_vdp.models import family_of
+from lightning_vdp.families.find import family_of
+from lightning_vdp.forward.first_batch import FirstBatch, describe_difference, evaluating, shorten
 from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
-from lightning_vdp.verify import FirstBatch, describe_difference, evaluating, shorten
 
 FAMILY = "qwen2_5_vl"
 
@@ -130,9 +130,9 @@ def test_verification_runs_once_without_gradients_and_leaves_modes_alone() -> No
 
 
 def _long_first_batch(limit: int) -> int:
-    import lightning_vdp.divide as divide
+    import lightning_vdp.forward.first_batch as first_batch
 
-    divide.shorten = lambda *args: shorten(*args, limit=limit)  # in this forked rank alone
+    first_batch.shorten = lambda *args: shorten(*args, limit=limit)  # in this forked rank alone
     rank = int(os.environ["RANK"])
     rows = [[(1, 4, 4), (1, 6, 8), (1, 4, 4)], [(1, 8, 4)]] if rank < 2 else [[], []]
     loader = Batches([tiny_batch("qwen3_vl", rows=rows, text=6, padding="left", dtype=torch.float32)])

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from benchmarks.mixes import MIXES, documents, grid_of
 from lightning_vdp import StepError, UlyssesVisionDPStrategy
-from lightning_vdp.call import Settings
+from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.callbacks import VisionLoadMonitor
-from lightning_vdp.divide import divide_models
+from lightning_vdp.families.family import Family
+from lightning_vdp.families.find import family_of, find_models
+from lightning_vdp.forward.patches import divide_models
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.models import Family, family_of, find_models
+from lightning_vdp.settings import Settings
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -32,11 +34,10 @@ from lightning_vdp.testing import (
     tiny_model,
 )
 from lightning_vdp.testing.measure import ByteCounter
-from lightning_vdp.vision.assignment import balanced, contiguous, loads
-from lightning_vdp.vision.cost import TowerCost, patches
-from lightning_vdp.vision.planning import UnitDraft, assign_units, list_units
+from lightning_vdp.vision.assign import balanced, contiguous, loads
+from lightning_vdp.vision.cost import TowerCost, patches, tower_cost
+from lightning_vdp.vision.plan import UnitDraft, assign_units, list_units, split_frames
 from lightning_vdp.vision.routes import plan_routes
-from lightning_vdp.vision.units import UnitPlan, split_frames
 
 THREE = [[(1, 4, 4), (1, 6, 8), (1, 8, 4)]]
 
@@ -190,7 +191,8 @@ def _owners(batch: dict[str, Tensor]) -> list[int]:
     base = tiny_model("qwen3_vl").model
     family = family_of(base)
     draft = list_units(family.modalities[0], batch, base.config, family.facts)
-    return list(assign_units({"image": draft}, family, Settings(), 4)["image"].owners)
+    cost = tower_cost(base.config.vision_config, family.facts.tower_mlp_matrices)
+    return list(assign_units({"image": draft}, family, Settings(), 4, cost)["image"].owners)
 
 
 # ---- exactness, pairwise over exchange, assignment, family, size and case

@@ -36,7 +36,7 @@ class _Collecting(logging.Handler):
 def _fit(module: ParityModule, world_size: int = 2, loader: Any = None, **arguments: Any) -> list[str]:
     """Fits, and returns what the watch logged on this rank."""
     heard = _Collecting()
-    logging.getLogger("lightning_vdp.watch").addHandler(heard)
+    logging.getLogger("lightning_vdp.run.watch").addHandler(heard)
     arguments = {"hang_warning_s": 1.6, **arguments}
     strategy = UlyssesVisionDPStrategy(sequence_parallel_size=2, verify_first_batch=False, **arguments)
     loader = Batches(batches()) if loader is None else loader
@@ -122,14 +122,14 @@ def _break_inside(place: str, module: _Faulty) -> None:
 
 # functions of ours between two collectives
 OUR_OWN = {
-    "planning": ("divide", "assign_units"),
+    "planning": ("forward.begin", "assign_units"),
     "features": ("vision.tower", "_check_rows"),
     "exchange": ("vision.tower", "route_features"),
     "cutting": ("sequence.decoder", "shard_sequence"),
-    "attention": ("sequence.attention", "to_sequence"),
-    "audit": ("divide", "check_decoder_outputs"),
+    "attention": ("sequence.ulysses", "to_sequence"),
+    "audit": ("forward.patches", "check_decoder_outputs"),
     "loss": ("sequence.loss", "all_reduce"),
-    "outputs": ("divide", "_describe_outputs"),
+    "outputs": ("forward.patches", "_describe_outputs"),
 }
 
 PLACES = {
@@ -309,8 +309,8 @@ def _threads() -> tuple[list[str], list[str]]:
 
 def test_teardown_ends_the_watch() -> None:
     for during, after in run_ranks(_threads, 2):
-        assert "lightning_vdp watch" in during
-        assert "lightning_vdp watch" not in after
+        assert "lightning_vdp.run.watch" in during
+        assert "lightning_vdp.run.watch" not in after
 
 
 def _cost(watched: bool) -> float:

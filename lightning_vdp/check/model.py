@@ -16,7 +16,7 @@ import lightning_vdp
 from lightning_vdp.check.inputs import NoInput, make_batch, make_video_batch, vision_base
 from lightning_vdp.check.probe import Notes, ProbeModule
 from lightning_vdp.check.rows import Divided, Row
-from lightning_vdp.models import find_models
+from lightning_vdp.families.find import find_models
 from lightning_vdp.testing.float64 import PromoteFloat32
 from lightning_vdp.testing.parity import ParityReport, measure_parity
 from lightning_vdp.testing.processes import RankFailed, RanksTimedOut

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.testing.measure import SavedBytes
 from lightning_vdp.testing.parity import ParityModule
-from lightning_vdp.vision.load import VisionLoad
+from lightning_vdp.vision.monitor import VisionLoad
 
 __all__ = ["Notes", "ProbeModule"]
 

@@ -1,1 +1,1 @@
-"""Wrapping modules with FSDP, and what Lightning lacks around it."""
+"""Two versions of FSDP behind one seam."""

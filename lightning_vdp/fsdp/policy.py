@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_vdp.models import is_block, own_heads, unwrap
+from lightning_vdp.families.find import own_heads
+from lightning_vdp.families.wrappers import is_block, unwrap
 
 __all__ = ["gathered_apart"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vdp.call import CALL, ForwardCall
+from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
-from lightning_vdp.models import PER_POSITION
-from lightning_vdp.sequence.attention import Audit
-from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
+from lightning_vdp.families.facts import PER_POSITION
+from lightning_vdp.sequence.audit import Audit
+from lightning_vdp.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
 
 __all__ = ["check_decoder_outputs", "leave_decoder", "shard_decoder_inputs", "shard_layer_inputs"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_vdp.collectives import all_to_all
-from lightning_vdp.regions import ATTENTION_EXCHANGE, region
-from lightning_vdp.sequence.shards import SequenceShard, shard_sizes
+from lightning_vdp.run.regions import ATTENTION_EXCHANGE, region
+from lightning_vdp.shards import SequenceShard, shard_sizes
 
 __all__ = ["HeadSplit", "HeadSplits", "head_splits", "pick_heads", "runs", "to_heads", "to_sequence"]
 

@@ -7,18 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lightning_vdp.call import CALL, ForwardCall
+from lightning_vdp.batch.labels import IGNORED, shift
+from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.collectives import all_reduce
-from lightning_vdp.regions import LOSS, region
-from lightning_vdp.sequence.shards import shard_sequence
-from lightning_vdp.sequence.tokens import IGNORED, by_chunks, shift
+from lightning_vdp.run.regions import LOSS, region
+from lightning_vdp.sequence.tokens import by_chunks
+from lightning_vdp.shards import shard_sequence
 
-__all__ = ["count_tokens", "model_uses_causal_loss", "sharded_causal_loss"]
-
-
-def count_tokens(labels: Tensor, shifted: bool = False, ignore_index: int = IGNORED) -> int:
-    """Number of labels ``[B, S]`` that count; those that are not shifted yet lose their first position."""
-    return int(((labels if shifted else labels[..., 1:]) != ignore_index).sum())
+__all__ = ["model_uses_causal_loss", "sharded_causal_loss"]
 
 
 @region(LOSS)

@@ -9,21 +9,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vdp.sequence.shards import SequenceShard, gather_sequence, shard_sequence
+from lightning_vdp.batch.labels import IGNORED, shift
+from lightning_vdp.shards import SequenceShard, gather_sequence, shard_sequence
 
-__all__ = ["IGNORED", "by_chunks", "shift", "token_entropy", "token_log_probs"]
+__all__ = ["by_chunks", "token_entropy", "token_log_probs"]
 
-IGNORED = -100
 # float32 values of one chunk of logits: 64 MiB
 _CHUNK_VALUES = 2**24
-
-
-def shift(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Moves labels ``[B, S]`` one position to the left, so that each stands where it is predicted."""
-    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def by_chunks(

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_vdp.families.wrappers import plain_name
 from lightning_vdp.fsdp.gradients import gradient_norm
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
-from lightning_vdp.models import plain_name
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.testing.float64 import PromoteFloat32
 from lightning_vdp.testing.processes import run_ranks

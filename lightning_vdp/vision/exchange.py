@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.collectives import all_gather, all_to_all
-from lightning_vdp.regions import EXCHANGE, region
+from lightning_vdp.run.regions import EXCHANGE, region
+from lightning_vdp.run.watch import Mark, unmarked
 from lightning_vdp.vision.routes import Routes, WholeNumbers
-from lightning_vdp.vision.units import UnitPlan
-from lightning_vdp.watch import Mark, unmarked
 
 __all__ = ["gather_features", "received_rows", "route_features"]
 

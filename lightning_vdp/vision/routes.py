@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_vdp.vision.units import UnitPlan
+from lightning_vdp.call.units import UnitPlan
 
 __all__ = ["Routes", "plan_routes"]
 

@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vdp.call import CALL, ForwardCall, call_of, parameters_of
-from lightning_vdp.checks import count_placeholders
-from lightning_vdp.header import StepError, exchange_headers
-from lightning_vdp.models import Facts, Modality, smallest_unit
-from lightning_vdp.randomness import OwnRandomness
-from lightning_vdp.regions import TOWER, region
-from lightning_vdp.vision.assignment import loads
+from lightning_vdp.batch.validate import count_placeholders
+from lightning_vdp.call.arguments import parameters_of
+from lightning_vdp.call.call import CALL, ForwardCall, call_of
+from lightning_vdp.call.header import exchange_headers
+from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.call.units import UnitPlan
+from lightning_vdp.errors import StepError
+from lightning_vdp.families.facts import Facts
+from lightning_vdp.families.family import Modality
+from lightning_vdp.families.find import smallest_unit
+from lightning_vdp.run.regions import TOWER, region
+from lightning_vdp.vision.assign import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
-from lightning_vdp.vision.load import Stopwatch, VisionLoad
-from lightning_vdp.vision.planning import cheapest, route_units, working_units
-from lightning_vdp.vision.selection import build_unit, select_units
-from lightning_vdp.vision.units import UnitPlan
+from lightning_vdp.vision.monitor import Stopwatch, VisionLoad
+from lightning_vdp.vision.plan import cheapest, route_units, working_units
+from lightning_vdp.vision.select import build_unit, select_units
 
 __all__ = ["divided_features", "restricted_placeholders", "run_absent_towers"]
 
@@ -94,7 +98,7 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
     routes = None
     if call.routed:
         assert call.ids is not None
-        routes = call.routes[modality.name] = route_units(modality, call.ids, call)
+        routes = route_units(modality, call.ids, call)
     if routes is None:
         exchanged = gather_features(levels, plan, call.shard.group, call.shard.mark("exchange"))
     else:

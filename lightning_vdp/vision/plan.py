@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_vdp.call import ForwardCall, Settings, host_copy
-from lightning_vdp.checks import counts_of, grids_of
-from lightning_vdp.models import Facts, Family, Modality
-from lightning_vdp.vision.assignment import assign
-from lightning_vdp.vision.cost import patches
+from lightning_vdp.batch.host_copies import host_copy
+from lightning_vdp.batch.validate import counts_of, grids_of
+from lightning_vdp.call.call import ForwardCall
+from lightning_vdp.call.units import UnitPlan
+from lightning_vdp.families.facts import Facts
+from lightning_vdp.families.family import Family, Modality
+from lightning_vdp.settings import Settings
+from lightning_vdp.vision.assign import assign
+from lightning_vdp.vision.cost import TowerCost, patches
 from lightning_vdp.vision.routes import Routes, plan_routes
-from lightning_vdp.vision.units import UnitPlan, split_frames
 
 __all__ = [
     "UnitDraft",
@@ -70,7 +73,11 @@ def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, fa
 
 
 def assign_units(
-    drafts: Mapping[str, UnitDraft], family: Family, settings: Settings, ranks: int
+    drafts: Mapping[str, UnitDraft],
+    family: Family,
+    settings: Settings,
+    ranks: int,
+    cost: TowerCost | None = None,
 ) -> dict[str, UnitPlan]:
     """Gives units owners such that predicted costs are even.
 
@@ -82,11 +89,12 @@ def assign_units(
         family: Facts about the model.
         settings: What is balanced, and how.
         ranks: Size of the sequence group.
+        cost: What a unit costs the tower; None where its config does not say: then patches are counted.
 
     Returns:
         The plan of each modality, by name.
     """
-    costs = {name: _costs(draft, family, settings) for name, draft in drafts.items()}
+    costs = {name: _costs(draft, cost, settings) for name, draft in drafts.items()}
     method = settings.vision_assignment if family.facts.listed else "contiguous"
     if settings.vision_balance == "memory" and method == "balanced":
         owners = iter(assign([cost for each in costs.values() for cost in each], ranks, method))
@@ -99,10 +107,10 @@ def assign_units(
     }
 
 
-def _costs(draft: UnitDraft, family: Family, settings: Settings) -> tuple[int, ...]:
-    if family.cost is None or not draft.grids or settings.vision_balance == "memory":
+def _costs(draft: UnitDraft, cost: TowerCost | None, settings: Settings) -> tuple[int, ...]:
+    if cost is None or not draft.grids or settings.vision_balance == "memory":
         return draft.sizes
-    return tuple(family.cost(draft.grids))
+    return tuple(cost(draft.grids))
 
 
 def working_units(
@@ -180,3 +188,8 @@ def route_units(modality: Modality, ids: Tensor, call: ForwardCall) -> Routes:
     assert modality.token is not None, "features without a placeholder token are not routed"
     columns = (host_copy(ids).numpy() == modality.token).nonzero()[1]
     return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)
+
+
+def split_frames(grids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Makes each frame of a ``(time, height, width)`` grid a unit of its own."""
+    return [[1, height, width] for time, height, width in grids for _ in range(time)]

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_vdp.call import CALL, ForwardCall
-from lightning_vdp.models import Family, unwrap
+from lightning_vdp.call.call import CALL, ForwardCall
+from lightning_vdp.families.family import Family
+from lightning_vdp.families.wrappers import unwrap
 from lightning_vdp.vision.tower import run_absent_towers
 
 __all__ = ["encoded_in_lockstep", "undivided_inputs"]

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Mark", "StepError", "Watch", "run_store", "unmarked"]
+from lightning_vdp.errors import StepError
+
+__all__ = ["Mark", "Watch", "run_store", "unmarked"]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,6 @@ _TICK_S = (0.05, 1.0)
 _GRACE_S = 3.0
 # how long ranks wait for each other's answers, at least
 _ANSWER_S = 0.5
-
-
-class StepError(RuntimeError):
-    """One or more ranks cannot take this step, mostly for bad input; raised with the same text on every rank of the world."""
 
 
 def unmarked(way: str) -> AbstractContextManager[Any]:

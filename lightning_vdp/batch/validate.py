@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_vdp.call import host_copy, known_host_copy
-from lightning_vdp.models import Family, Modality
-from lightning_vdp.sequence.tokens import IGNORED
+from lightning_vdp.batch.host_copies import host_copy, known_host_copy
+from lightning_vdp.batch.labels import IGNORED
+from lightning_vdp.families.family import Family, Modality
 
 __all__ = ["count_placeholders", "describe_bad_input", "describe_unreadable", "grids_of"]
 

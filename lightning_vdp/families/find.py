@@ -3,196 +3,20 @@
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightning_vdp.vision.cost import TowerCost, tower_cost
+from lightning_vdp.families.facts import FACTS, GATHERED, REFUSED, Facts
+from lightning_vdp.families.family import LANGUAGE_MODEL, Family, Modality
+from lightning_vdp.families.wrappers import plain_name, unwrap
 
-__all__ = [
-    "FACTS",
-    "GATHERED",
-    "PER_POSITION",
-    "REFUSED",
-    "SEQUENCE_DIM",
-    "DividedModel",
-    "Facts",
-    "Family",
-    "Modality",
-    "family_of",
-    "find_models",
-    "is_block",
-    "own_heads",
-    "plain_name",
-    "query_heads",
-    "smallest_unit",
-    "tower_of",
-    "unwrap",
-]
+__all__ = ["DividedModel", "family_of", "find_models", "own_heads", "query_heads", "smallest_unit", "tower_of"]
 
-
-@dataclass(frozen=True)
-class Modality:
-    """One kind of vision input and the names under which a model knows it.
-
-    Args:
-        name: What messages call it.
-        pixels: Forward argument with the pixels: packed patches ``[patches, ...]`` where there is a grid, else one row
-            for each unit.
-        grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``,
-            or without time, ``[units, 2]``; None where each row of the pixels is a unit.
-        features: Method of the base model that runs the tower and the projector.
-        arguments: All arguments of that method.
-        counts: Forward argument with the rows of the pixels that each unit takes, where there is one.
-        token: Id of the placeholder that marks the places of its features; None where there is none.
-    """
-
-    name: str
-    pixels: str
-    grid: str | None
-    features: str
-    arguments: tuple[str, ...] = ()
-    counts: str | None = None
-    token: int | None = None
-
-    def carriers(self, facts: "Facts") -> list[str]:
-        """Arguments that reach the features method as they are."""
-        return [self.pixels] if facts.pixels_dim == 0 or self.grid is None else [self.pixels, self.grid]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What no signature and no config of a model type says.
-
-    Args:
-        merged_rows: Whether a unit yields a row of features for each square of `spatial_merge_size` patches, so that
-            rows are known before the tower runs; else they are measured.
-        splits_frames: Whether the tower treats the frames of a video apart, so that each is a unit of its own.
-        tiny_unit: Whether the tower takes one square of `spatial_merge_size` patches as an image; else a rank without
-            units runs one like the smallest of others.
-        tower_mlp_matrices: Weight matrices of a block's feed-forward layer in the tower: 3 where it is gated.
-        ragged: Arguments of the features method whose rows belong to units by the counts in another argument.
-        pixels_dim: Dimension of the pixels along which packed patches lie.
-        video_placeholder: Whose token id marks the places of videos' features.
-        unit_dims: Leading dimensions of the pixels that count units.
-        listed: Whether the output tells the rows of each unit; else units stay in order.
-        routed: Whether placeholders may be restricted to those of a shard; else all features are gathered.
-    """
-
-    merged_rows: bool = False
-    splits_frames: bool = False
-    tiny_unit: bool = False
-    tower_mlp_matrices: int = 2
-    ragged: Mapping[str, str] = field(default_factory=dict)
-    pixels_dim: int = 0
-    video_placeholder: str = "video"
-    unit_dims: int = 1
-    listed: bool = True
-    routed: bool = True
-
-
-_GLM = Facts(video_placeholder="image")
-_STRIP = Facts(pixels_dim=-1)
-_TILES = Facts(ragged={"pixel_values_local": "num_local_patches"})
-_NESTED = Facts(unit_dims=2, listed=False)
-_PACKED = Facts(merged_rows=True, splits_frames=True, tiny_unit=True)
-FACTS: Mapping[str, Facts] = {
-    "qwen2_vl": _PACKED,
-    "qwen2_5_vl": replace(_PACKED, tower_mlp_matrices=3),
-    "qwen3_vl": _PACKED,
-    "qwen3_vl_moe": _PACKED,
-    "qwen3_5": _PACKED,
-    "qwen3_5_moe": _PACKED,
-    "glm4v": _GLM,
-    "glm46v": _GLM,
-    "glmga": _GLM,
-    "glm4v_moe": _GLM,
-    "glm_ocr": _GLM,
-    "glm5_next": _GLM,
-    "nemotron_h_omni": _GLM,
-    "minicpm_ocr": _STRIP,
-    "minicpmv4_6": _STRIP,
-    "minicpmv4_7": _STRIP,
-    "deepseek_ocr2": _TILES,
-    "step3p7": _TILES,
-    "unlimited_ocr": _TILES,
-    "idefics2": _NESTED,
-    "idefics3": _NESTED,
-    "smolvlm": _NESTED,
-    "granite_docling": _NESTED,
-}
-"""Facts about vision-language models by the `model_type` of their config."""
-
-PER_POSITION: Mapping[str, int] = {"per_layer_input": 1, "moe_mm_token_type_ids": 1, "position_ids": -1}
-"""Arguments of decoder layers that belong to positions, and their sequence dimension."""
-
-SEQUENCE_DIM: Mapping[str, int] = {"gemma3n_text": 2}
-"""Sequence dimension of a decoder's hidden states by its `model_type`, where it is not 1."""
-
-GATHERED: frozenset[str] = frozenset({"llama4_text", "qwen4_exp_text"})
-"""Decoders by `model_type` whose attention needs the whole sequence before it comes to the attention function:
-temperatures by place in the sequence, sparse selection of keys. Where attention has an indexer, that tells."""
-
-_CROSS = "its decoder attends to images by cross attention, which is not divided"
-_BLOCKS = "it keeps the states of earlier blocks outside its layers, where they are not divided"
-_PAIR = "it is an encoder-decoder, whose decoder attends to another sequence"
-REFUSED: Mapping[str, str] = {
-    "blip": _CROSS,
-    "evolla": _CROSS,
-    "git": "its images stand in front of the text as rows of their own, without placeholder tokens",
-    "idefics": _CROSS,
-    "mllama": _CROSS,
-    "florence2": _PAIR,
-    "granite4_vision": "it hands features of its images to layers of the decoder in a form of its own",
-    "inkling_mm_model": "its convolutions do not get the keyword arguments that tell how a sequence is divided",
-    "inkling2": _BLOCKS,
-    "inkling2_loop": _BLOCKS,
-    "molmo2": "features of all its images are pooled together by indices over the whole batch",
-    "pi0": "it predicts actions by flow matching and has no language model loss",
-    "pix2struct": _PAIR,
-    "pp_formulanet": _PAIR,
-    "t5gemma2": _PAIR,
-    "udop": _PAIR,
-    "vision-encoder-decoder": _PAIR,
-    "diffusion_gemma": "it predicts blocks by diffusion and has no causal language model loss",
-}
-"""Model types that cannot be divided, by reason."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """How models of one type are divided.
-
-    Args:
-        modalities: Kinds of vision input in the order in which the model's forward runs them.
-        facts: What had to be said about the type.
-        tower: Child of the base model that encodes patches; None in language models and where there is no tower.
-        needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
-        arguments: Of the base model's forward.
-        cost: What a unit costs the tower; None where its config does not say.
-    """
-
-    modalities: tuple[Modality, ...] = ()
-    facts: Facts = Facts()
-    tower: str | None = None
-    needs_token_types: bool = False
-    arguments: frozenset[str] = frozenset()
-    cost: TowerCost | None = None
-
-    @property
-    def describing(self) -> frozenset[str]:
-        """Arguments that say something of images and videos: sizes, counts and the like, not pixels or what marks them."""
-        names = (name for modality in self.modalities for name in modality.arguments)
-        return frozenset(name for name in names if "pixel" not in name)
-
-
-LANGUAGE_MODEL = Family()
-"""Every causal language model that keeps its layers where transformers' conventions say."""
 
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 _GRID = re.compile("grid_t?hw$|^target_sizes")
@@ -229,29 +53,7 @@ def family_of(base: PreTrainedModel) -> Family:
         tower=next((name for name in _TOWERS if _child(base, name) is not None), None),
         needs_token_types=positions is not None and "mm_token_type_ids" in inspect.signature(positions).parameters,
         arguments=frozenset(inspect.signature(type(base).forward).parameters),
-        cost=tower_cost(getattr(base.config, "vision_config", None), facts.tower_mlp_matrices),
     )
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Returns the module inside FSDP's and activation checkpointing's wrappers."""
-    while True:
-        inner = getattr(module, "_fsdp_wrapped_module", None) or getattr(module, "_checkpoint_wrapped_module", None)
-        if inner is None:
-            return module
-        module = inner
-
-
-def plain_name(name: str) -> str:
-    """Returns a module's or parameter's name without FSDP's and activation checkpointing's wrappers."""
-    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        name = name.replace(f".{wrapper}", "").replace(f"{wrapper}.", "")
-    return name
-
-
-def is_block(module: nn.Module) -> bool:
-    """Whether gradient checkpointing knows the module: a decoder layer or a block of the vision tower."""
-    return isinstance(unwrap(module), GradientCheckpointingLayer)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_vdp.agreement import gather_texts, raise_problems
+from lightning_vdp.errors import StepError
 from lightning_vdp.mesh import SequenceMesh
-from lightning_vdp.watch import StepError
 
-__all__ = [
-    "FIELDS",
-    "Header",
-    "PendingHeaders",
-    "StepError",
-    "decode",
-    "encode",
-    "exchange_headers",
-    "gather_numbers",
-    "gather_texts",
-    "raise_together",
-]
+__all__ = ["FIELDS", "Header", "PendingHeaders", "StepError", "decode", "encode", "exchange_headers"]
 
 Header = Mapping[str, Sequence[int]]
 
@@ -46,8 +36,6 @@ FIELDS = (
 )
 # one message of this many numbers holds most headers; longer ones take a second message
 _CAPACITY = 96
-# bytes of a reason, so that one message holds it
-_REASON = 1024
 
 Agree = Callable[[Sequence[Mapping[str, Sequence[int]]]], str | None]
 
@@ -108,7 +96,7 @@ class PendingHeaders:
                 reasons = (
                     gather_texts(self._mesh, self._reason) if any(header["error"] for header in self._headers) else []
                 )
-            _raise("Refused before the step", reasons)
+            raise_problems("Refused before the step", reasons)
             problem = None if self._agree is None else self._agree(self._headers)
             if problem is not None:
                 raise StepError(f"Refused before the step: {problem}")
@@ -128,56 +116,6 @@ class PendingHeaders:
     def _rows(self) -> NDArray[np.int64]:
         self._work.wait()
         return self._buffer.cpu().numpy().reshape(self._mesh.world_size, -1)
-
-
-def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:
-    """One text of each rank of the world or None, by rank; as numbers: nothing that is received is ever unpickled."""
-    text = ("" if own is None else own).encode()[:_REASON]
-    mine = torch.zeros(_REASON, dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    mine = mine.to(mesh.header_device)
-    everyone = mine.new_empty(mesh.world_size * _REASON)
-    dist.all_gather_single(everyone, mine, group=mesh.header_group)
-    rows = everyone.view(mesh.world_size, -1).cpu().numpy()
-    # a cut may have gone through a character
-    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") or None for row in rows]
-
-
-def _raise(what: str, reasons: Sequence[str | None]) -> None:
-    """Raises what ranks found, each reason with its ranks; nothing if nobody found anything."""
-    by_reason: dict[str, list[int]] = {}
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            by_reason.setdefault(reason, []).append(rank)
-    lines = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
-        for reason, ranks in by_reason.items()
-    ]
-    if lines:
-        raise StepError(f"{what}: {'; '.join(lines)}")
-
-
-def raise_together(mesh: SequenceMesh, problem: str | None, what: str) -> None:
-    """Raises on every rank of the world what any of them found; all ranks call it.
-
-    Args:
-        mesh: Whose side group is used.
-        problem: What this rank found, as one plain sentence.
-        what: What then did not happen: how the message begins.
-
-    Raises:
-        StepError: If any rank found something; the same on every rank.
-    """
-    if any(gather_numbers(mesh, int(problem is not None))):
-        _raise(what, gather_texts(mesh, problem))
-
-
-def gather_numbers(mesh: SequenceMesh, value: int) -> list[int]:
-    """One whole number of each rank of the world, by rank; all ranks call it."""
-    mine = torch.tensor([value], dtype=torch.int64, device=mesh.header_device)
-    values = mine.new_empty(mesh.world_size)
-    dist.all_gather_single(values, mine, group=mesh.header_group)
-    return list(map(int, values.tolist()))
 
 
 def exchange_headers(

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
-from lightning_vdp.call import CALL, ForwardCall, Parameters, parameters_of
+from lightning_vdp.call.arguments import Parameters, parameters_of
+from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
-from lightning_vdp.sequence.shards import gather_sequence, shard_sequence
+from lightning_vdp.shards import gather_sequence, shard_sequence
 
 __all__ = ["divided_mixer", "gathered_mixer", "token_mixers"]
 

@@ -1,21 +1,23 @@
-"""Handing a LightningModule to FSDP: the one seam behind which versions of FSDP differ."""
+"""The FSDP root that an earlier run left on a module, and the parts that FSDP gathers on their own."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import CustomPolicy
 
-from lightning_vdp.fsdp.fully_shard import shard, sharded_parts
+from lightning_vdp.families.wrappers import unwrap
+from lightning_vdp.fsdp.fsdp2 import sharded_parts
 from lightning_vdp.fsdp.policy import gathered_apart
-from lightning_vdp.models import unwrap
 
-__all__ = ["WrappedRoot", "fsdp_parts", "known_root", "shard_in_place", "wrap", "wraps_more_than_default"]
+__all__ = ["WrappedRoot", "fsdp_parts", "known_root", "remember", "wraps_more_than_default"]
+
 
 _ROOT = "_vdp_fsdp_root"
+
+
 _PART = "_vdp_fsdp_part"
+
+
 # what acts only while wrapping, so that a later run may leave it out or give it anew
 _FOR_WRAPPING_ONLY = {"auto_wrap_policy", "param_init_fn"}
 
@@ -73,50 +75,7 @@ def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None
     return known.root
 
 
-def wrap(module: nn.Module, arguments: dict[str, Any], remembered: dict[str, Any]) -> nn.Module:
-    """Wraps a module with FSDP1, by default blocks and heads on their own, and then the root.
-
-    Args:
-        module: The LightningModule; submodules may be wrapped already.
-        arguments: For :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
-        remembered: What `known_root` compares in later runs.
-
-    Returns:
-        The root.
-    """
-    policy = arguments.get("auto_wrap_policy") or CustomPolicy(gathered_apart(module))
-    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
-        # the user wrapped submodules in `configure_model`; the root takes the rest
-        policy = None
-    parts = list(module.children())
-    root = FullyShardedDataParallel(module, **{**arguments, "auto_wrap_policy": policy})
-    _remember(module, parts, root, remembered)
-    return root
-
-
-def shard_in_place(
-    module: nn.Module,
-    arguments: dict[str, Any],
-    remembered: dict[str, Any],
-    mesh: DeviceMesh,
-    checkpointing: dict[str, Any],
-    fill: Callable[[nn.Module, set[int]], None] | None = None,
-) -> None:
-    """Does with FSDP2 what `wrap` does with FSDP1; the module itself becomes the root.
-
-    Args:
-        module: See `wrap`.
-        arguments: See `wrap`.
-        remembered: See `wrap`.
-        mesh: What to shard over.
-        checkpointing: Arguments of Lightning's activation checkpointing.
-        fill: See `shard`.
-    """
-    shard(module, arguments, mesh, checkpointing, fill)
-    _remember(module, list(module.children()), module, remembered)
-
-
-def _remember(module: nn.Module, parts: list[nn.Module], root: nn.Module, remembered: dict[str, Any]) -> None:
+def remember(module: nn.Module, parts: list[nn.Module], root: nn.Module, remembered: dict[str, Any]) -> None:
     vars(module)[_ROOT] = WrappedRoot(root, remembered)
     for part in parts:
         vars(part)[_PART] = True

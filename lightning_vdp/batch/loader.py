@@ -8,7 +8,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_vdp.header import StepError, gather_numbers, gather_texts
+from lightning_vdp.agreement import gather_numbers, gather_texts
+from lightning_vdp.errors import StepError
 from lightning_vdp.mesh import SequenceMesh
 
 __all__ = ["AgreedLoader"]

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
-from lightning_vdp.fsdp.checkpoint import newest
-from lightning_vdp.models import plain_name
+from lightning_vdp.checkpoint.load import newest
+from lightning_vdp.families.wrappers import plain_name
 
 __all__ = ["MODELS_KEY", "describe_models", "export"]
 

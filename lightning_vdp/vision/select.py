@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vdp.call import host_copy
-from lightning_vdp.checks import counts_of
-from lightning_vdp.models import Facts, Modality
-from lightning_vdp.vision.units import UnitPlan
+from lightning_vdp.batch.host_copies import host_copy
+from lightning_vdp.batch.validate import counts_of
+from lightning_vdp.call.units import UnitPlan
+from lightning_vdp.families.facts import Facts
+from lightning_vdp.families.family import Modality
 
 __all__ = ["build_unit", "describe_unit", "select_units"]
 

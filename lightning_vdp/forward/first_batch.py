@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lightning_vdp.call import host_copy
-from lightning_vdp.checks import grids_of
-from lightning_vdp.models import Family, Modality
+from lightning_vdp.batch.host_copies import host_copy
+from lightning_vdp.batch.validate import describe_unreadable, grids_of
+from lightning_vdp.call.call import CALL
+from lightning_vdp.call.header import exchange_headers
+from lightning_vdp.families.family import Family, Modality
+from lightning_vdp.forward.begin import Entry, start_call
+from lightning_vdp.shards import shard_sequence
 
 __all__ = ["FirstBatch", "describe_difference", "evaluating", "shorten"]
 
@@ -178,3 +183,33 @@ def describe_difference(divided: Tensor, whole: Tensor, config: Any) -> str | No
         "this model, or "
         "`verify_first_batch=False` if the difference is known to be harmless"
     )
+
+
+def verify_first_batch(entry: Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Runs the first batch whole and divided and compares.
+
+    Raises:
+        StepError: If they differ by more than rounding on any rank; the same on every rank.
+    """
+    mesh = entry.mesh
+    short, problem = None, None
+    try:
+        short = shorten(arguments, entry.family, module.config, mesh.sequence_parallel_size)
+    except Exception as failure:
+        # no rank may raise alone
+        problem = describe_unreadable(failure)
+    # every rank of the world runs the same forwards, whatever batch it holds
+    uncut = {"length": [1] if short is None else []}
+    if any(header["length"] for header in exchange_headers(mesh, uncut, problem).wait()):
+        return
+    assert short is not None
+    results: list[Tensor] = []
+    with evaluating(module):
+        for whole in (True, False):
+            call = start_call(entry, module.config, short, whole)
+            outputs = module(**short, **{CALL: call})
+            results.append(outputs.logits if "logits" in outputs else outputs.last_hidden_state)
+    whole_result, divided = results
+    if divided.shape[1] != whole_result.shape[1]:
+        whole_result = shard_sequence(whole_result, call.shard)
+    exchange_headers(mesh, {}, describe_difference(divided, whole_result, module.config)).wait()

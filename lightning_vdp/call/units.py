@@ -1,9 +1,8 @@
 """The plan of one modality in one forward: units, their owners and their rows. Pure, no processes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["UnitPlan", "split_frames"]
+__all__ = ["UnitPlan"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,3 @@ class UnitPlan:
     def gathered_order(self) -> list[int]:
         """Units in the order in which gathering rank by rank lays them out."""
         return sorted(range(len(self.owners)), key=lambda unit: (self.owners[unit], unit))
-
-
-def split_frames(grids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Makes each frame of a ``(time, height, width)`` grid a unit of its own."""
-    return [[1, height, width] for time, height, width in grids for _ in range(time)]

@@ -5,16 +5,20 @@ from typing import Any
 
 from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateKeyType,
     ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, _Policy
+from torch.optim import Optimizer
 
 from lightning_vdp.fsdp.policy import gathered_apart
 
@@ -179,3 +183,17 @@ def reshard(parts: Iterable[nn.Module]) -> None:
     for part in parts:
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def state_dict_2(root: nn.Module, full: bool) -> dict[str, Any]:
+    """The weights of a root of FSDP2 on the CPU: whole on rank 0 alone, or this rank's parts."""
+    return get_model_state_dict(root, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+
+
+def optimizer_state_2(root: nn.Module, optimizer: Optimizer, full: bool, is_global_zero: bool) -> dict[str, Any]:
+    """The state of an optimizer of parameters under FSDP2; a whole one as a plain optimizer would save it."""
+    options = StateDictOptions(full_state_dict=full, cpu_offload=True)
+    state: dict[str, Any] = get_optimizer_state_dict(root, optimizer, options=options)
+    if full and is_global_zero:
+        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, root)
+    return state

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_vdp.collectives import all_gather, all_reduce
-from lightning_vdp.watch import Mark, Watch, unmarked
+from lightning_vdp.run.watch import Mark, Watch, unmarked
 
 __all__ = ["SequenceShard", "gather_sequence", "sequence_mean", "shard_sequence", "shard_sizes"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_vdp.call import known_host_copy, known_sample
-from lightning_vdp.models import Family
+from lightning_vdp.batch.host_copies import known_host_copy, known_sample
+from lightning_vdp.families.family import Family
 
 __all__ = ["describe_other_batches", "digest_batch", "suspect_loader"]
 

@@ -1,12 +1,11 @@
 """What a rank's tower did in one forward, for whoever wants to look."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["LoadObservers", "Stopwatch", "VisionLoad"]
+__all__ = ["Stopwatch", "VisionLoad"]
 
 
 class Stopwatch:
@@ -58,13 +57,3 @@ class VisionLoad:
     loads: tuple[int, ...]
     bytes_received: int
     tower: Stopwatch
-
-
-class LoadObservers(list[Callable[[VisionLoad], None]]):
-    """Functions that are called with each `VisionLoad`; copies of a divided model share them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LoadObservers":
-        return self
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return LoadObservers, ()

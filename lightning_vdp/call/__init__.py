@@ -1,0 +1,1 @@
+"""One divided forward: what travels with it and what the ranks agree on about it."""

@@ -1,0 +1,1 @@
+"""Writing, reading, resuming and exporting checkpoints."""

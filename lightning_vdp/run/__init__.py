@@ -1,0 +1,1 @@
+"""Around the forwards of a run: watching ranks, signals, notebooks, profiler regions."""

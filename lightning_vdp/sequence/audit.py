@@ -1,0 +1,47 @@
+"""Whether each layer of the decoder mixed tokens through what is divided."""
+
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from lightning_vdp.call.call import ForwardCall
+
+__all__ = ["Audit"]
+
+
+# kinds of layers that transformers' hybrid models name, in which positions stay apart
+_WITHOUT_MIXING = frozenset({"mlp", "moe"})
+
+
+class Audit:
+    """Checks that each layer's attention, or what mixes tokens in its place, ran divided exactly once.
+
+    Args:
+        layers: The decoder's layers.
+        mixers: Modules that must have run, beside attention, which shows itself.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], mixers: Collection[nn.Module]) -> None:
+        self._layers = {
+            index: layer
+            for index, layer in enumerate(layers)
+            if getattr(layer, "block_type", None) not in _WITHOUT_MIXING
+        }
+        # taken once: what modules a layer has does not change from forward to forward
+        self._layer_of = {part: index for index, layer in self._layers.items() for part in layer.modules()}
+        self._mixers = [mixer for mixer in mixers if mixer in self._layer_of]
+
+    def unmixed(self, call: ForwardCall) -> list[str]:
+        """Describes the layers that did not run as they should in a forward."""
+        times: dict[int, list[int]] = {index: [] for index in self._layers}
+        for part, count in call.attended.items():
+            if part in self._layer_of:
+                times[self._layer_of[part]].append(count)
+        for mixer in self._mixers:
+            if mixer not in call.attended:
+                times[self._layer_of[mixer]].append(0)
+        return [
+            f"layer {index} ({type(self._layers[index]).__name__}): {next((count for count in counts if count != 1), 0)} times"
+            for index, counts in times.items()
+            if not counts or any(count != 1 for count in counts)
+        ]
