@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.strategy import UlyssesVisionDPStrategy
 from lightning_vdp.vision.monitor import Stopwatch, VisionLoad
 
@@ -43,7 +44,7 @@ class VisionLoadMonitor(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         strategy = trainer.strategy
         if not isinstance(strategy, UlyssesVisionDPStrategy):
-            raise ValueError(
+            raise UserError(
                 f"VisionLoadMonitor watches UlyssesVisionDPStrategy, but the Trainer has {type(strategy).__name__}; remove the "
                 "callback or set strategy='ulysses_vdp'."
             )

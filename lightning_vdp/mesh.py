@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.run.observers import Observers
 from lightning_vdp.run.watch import Watch, run_store
 
@@ -23,9 +24,9 @@ def _size(name: str, value: Size) -> int | None:
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"`{name}` is {value!r}, but must be a positive whole number or 'auto'.")
+        raise UserError(f"`{name}` is {value!r}, but must be a positive whole number or 'auto'.")
     if value < 1:
-        raise ValueError(f"`{name}` is {value}, but must be 1 or more; 1 switches the division off.")
+        raise UserError(f"`{name}` is {value}, but must be 1 or more; 1 switches the division off.")
     return value
 
 
@@ -49,7 +50,7 @@ def resolve_sizes(
         `(data_parallel_size, sequence_parallel_size)`, whose product is the world size.
 
     Raises:
-        ValueError: If a size is below 1, or the sizes do not multiply to the world size.
+        UserError: If a size is below 1, or the sizes do not multiply to the world size.
     """
     sequence = _size("sequence_parallel_size", sequence_parallel_size)
     data = _size("data_parallel_size", data_parallel_size)
@@ -62,19 +63,19 @@ def resolve_sizes(
         )
     if sequence is None and data is not None:
         if world_size % data:
-            raise ValueError(
+            raise UserError(
                 f"`data_parallel_size` is {data}, which does not divide the {world_size} processes; "
                 f"choose one of {_divisors(world_size)}."
             )
         sequence = world_size // data
     assert sequence is not None
     if world_size % sequence:
-        raise ValueError(
+        raise UserError(
             f"`sequence_parallel_size` is {sequence}, which does not divide the {world_size} processes; "
             f"choose one of {_divisors(world_size)} or another number of devices."
         )
     if data is not None and data * sequence != world_size:
-        raise ValueError(
+        raise UserError(
             f"`data_parallel_size` {data} times `sequence_parallel_size` {sequence} is {data * sequence}, "
             f"but there are {world_size} processes; leave one of the two at 'auto'."
         )

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_vdp.batch.labels import IGNORED, shift
+from lightning_vdp.errors import UserError
 from lightning_vdp.sequence.tokens import by_chunks
 from lightning_vdp.shards import SequenceShard, shard_sequence
 
@@ -51,7 +52,7 @@ class _TokenMetric(Metric):
             shard: `outputs.sequence_shard`, if the outputs have one.
 
         Raises:
-            ValueError: If logits and labels do not fit.
+            UserError: If logits and labels do not fit.
         """
         targets = shift(labels, self.ignore_index)
         if shard is not None:
@@ -60,7 +61,7 @@ class _TokenMetric(Metric):
                 logits = shard_sequence(logits, shard)
             targets = shard_sequence(targets, shard)
         if targets.shape != logits.shape[:-1]:
-            raise ValueError(
+            raise UserError(
                 f"Logits of {list(logits.shape[:-1])} rows and positions do not fit labels of {list(labels.shape)}; pass "
                 "`outputs.logits` with `outputs.sequence_shard`, and the labels of the whole sequence."
             )

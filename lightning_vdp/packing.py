@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_vdp.errors import UserError
+
 __all__ = ["pack_samples"]
 
 _JOINED = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -29,12 +31,12 @@ def pack_samples(samples: Sequence[Mapping[str, Any]], model: Any = None) -> dic
         and then in time, height and width. The first label of each sample does not count, since nothing precedes it.
 
     Raises:
-        ValueError: If a sample is not one row without padding.
+        UserError: If a sample is not one row without padding.
     """
     for index, sample in enumerate(samples):
         mask = sample.get("attention_mask")
         if sample["input_ids"].shape[0] != 1 or (mask is not None and not bool(mask.all())):
-            raise ValueError(
+            raise UserError(
                 f"Sample {index} has {sample['input_ids'].shape[0]} rows or padding; process texts alone, with padding=False."
             )
     packed = {name: torch.cat([sample[name] for sample in samples], 1) for name in _PER_POSITION if name in samples[0]}

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_vdp.collectives import all_gather, all_reduce
+from lightning_vdp.errors import UserError
 from lightning_vdp.run.watch import Mark, Watch, unmarked
 
 __all__ = ["SequenceShard", "gather_sequence", "sequence_mean", "shard_sequence", "shard_sizes"]
@@ -65,7 +66,7 @@ class SequenceShard:
 
 def _check(x: Tensor, dim: int, expected: int, what: str) -> None:
     if x.shape[dim] != expected:
-        raise ValueError(
+        raise UserError(
             f"Dimension {dim} has {x.shape[dim]} positions, but {what} has {expected}; pass the tensor that belongs to "
             "this shard, or name the sequence dimension with `dim`."
         )
@@ -83,7 +84,7 @@ def shard_sequence(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
         dim: Sequence dimension.
 
     Raises:
-        ValueError: If `x` is not `shard.length` long in `dim`.
+        UserError: If `x` is not `shard.length` long in `dim`.
     """
     _check(x, dim, shard.length, "the whole sequence")
     return x.narrow(dim, shard.start, shard.size).clone()
@@ -100,7 +101,7 @@ def gather_sequence(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
         dim: Sequence dimension.
 
     Raises:
-        ValueError: If `x` is not `shard.size` long in `dim`.
+        UserError: If `x` is not `shard.size` long in `dim`.
     """
     _check(x, dim, shard.size, "this rank's shard")
     return all_gather(x.movedim(dim, 0), shard.sizes, shard.group, shard.mark("gather")).movedim(0, dim)
@@ -115,7 +116,7 @@ def sequence_mean(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
         dim: Sequence dimension, which the result lacks.
 
     Raises:
-        ValueError: If `x` is not `shard.size` long in `dim`.
+        UserError: If `x` is not `shard.size` long in `dim`.
     """
     _check(x, dim, shard.size, "this rank's shard")
     return all_reduce(x.sum(dim), shard.group, shard.mark("mean")) / shard.length

@@ -48,7 +48,7 @@ from lightning_vdp.checkpoint.load import load_sharded_module, loosened, newest
 from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, unmark
 from lightning_vdp.checkpoint.safety import check_holds_data
 from lightning_vdp.checkpoint.save import frozen_names, replaced_in_one_step, write_file, write_shards
-from lightning_vdp.errors import StepError
+from lightning_vdp.errors import StepError, UserError
 from lightning_vdp.families.find import DividedModel, find_models, own_heads, query_heads
 from lightning_vdp.families.wrappers import plain_name, unwrap
 from lightning_vdp.forward.patches import Division, divide_models
@@ -79,12 +79,12 @@ _HOST_SAMPLES = frozenset(("pixel_values", "pixel_values_videos"))
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
+        raise UserError(f"`{name}` is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
 
 
 def _check_number(name: str, value: Any, kind: Any, what: str, least: float) -> None:
     if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-        raise ValueError(f"`{name}` is {value!r}, but must be {what}.")
+        raise UserError(f"`{name}` is {value!r}, but must be {what}.")
 
 
 def _locate(trainer: "pl.Trainer") -> tuple[str, int]:
@@ -136,7 +136,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             its weights with nobody.
 
     Raises:
-        ValueError: If an argument has a value that is not named here.
+        UserError: If an argument has a value that is not named here.
     """
 
     strategy_name = "ulysses_vdp"
@@ -309,7 +309,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if sizes is not None:
             self._fsdp_mesh_sizes = None
             if len(sizes) != 2 or sizes[0] * sizes[1] != self.world_size:
-                raise ValueError(
+                raise UserError(
                     f"`device_mesh` is {sizes}, but must be (replicas, shards) whose product is the {self.world_size} "
                     "processes."
                 )
@@ -318,7 +318,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         elif self.fsdp_mesh is not None:
             self._refuse_one_shard(self.fsdp_mesh.size(-1))
         elif self.sharding_strategy in _HYBRID and self._on_cpu:
-            raise ValueError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
+            raise UserError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
         elif self._fsdp_version == 2:
             sizes = (self.world_size // self.num_processes, self.num_processes)
             hybrid = self.sharding_strategy in _HYBRID
@@ -329,7 +329,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             # FSDP then shards over the devices of a node
             self._refuse_one_shard(self.num_processes)
         if self.fsdp_mesh is not None and (self.fsdp_mesh.ndim == 2) != (self.sharding_strategy in _HYBRID):
-            raise ValueError(
+            raise UserError(
                 f"`device_mesh` has {self.fsdp_mesh.ndim} axes and `sharding_strategy` is {self.sharding_strategy.name}, but "
                 "two axes (replicas, shards) belong to hybrid sharding and one to the others; change one of the two arguments."
             )
@@ -339,7 +339,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     def _refuse_one_shard(self, shards: int) -> None:
         if self.sharding_strategy in _HYBRID and shards == 1 and self._fsdp_version == 1:
-            raise ValueError(
+            raise UserError(
                 "Hybrid sharding over a shard size of 1 does not reduce gradients in FSDP1; give `device_mesh` a second size "
                 "of 2 or more, or set `fsdp_version=2`."
             )
@@ -382,7 +382,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         self.mesh.suspicion = 0
         divided = self.sequence_parallel_size > 1
         if self._settings.loss_tokens == "global" and not divided:
-            raise ValueError(
+            raise UserError(
                 "`loss_tokens='global'` acts in sequence groups of two ranks or more, but `sequence_parallel_size` is 1; weigh "
                 "the loss in `training_step`, or leave it out."
             )
@@ -421,12 +421,12 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     def _check_trainer(self, trainer: "pl.Trainer") -> None:
         """Refuses what does not work with weights that FSDP has divided, before anything is wrapped."""
         if self.cpu_offload is not None and self.cpu_offload.offload_params and self._on_cpu:
-            raise ValueError(
+            raise UserError(
                 "`cpu_offload` moves weights between a CUDA device and the host, but the ranks run on the CPU; leave it out."
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):
-                raise ValueError(
+                raise UserError(
                     f"{type(callback).__name__} averages whole weights, of which each rank holds a part only; average "
                     "`self.parameters()` in the LightningModule, which are this rank's parts, or leave the callback out."
                 )
@@ -443,7 +443,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         assert self.lightning_module is not None
         root: Any = self.model
         if self._fsdp_version == 1 and not self.lightning_module.automatic_optimization and root._has_params:
-            raise ValueError(
+            raise UserError(
                 "Manual optimization runs backward inside `training_step`, where FSDP1 still holds the root's weights "
                 "gathered; set `fsdp_version=2`, or automatic optimization."
             )
@@ -452,12 +452,12 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         assert model.tower is not None
         trainable = next((name for name, value in model.tower.named_parameters() if value.requires_grad), None)
         if trainable is not None:
-            raise ValueError(
+            raise UserError(
                 f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {type(model.tower).__name__} at "
                 f"'{model.name}' is trainable; freeze it or leave the argument out."
             )
         if self.kwargs.get("sync_module_states"):
-            raise ValueError(
+            raise UserError(
                 "`sync_module_states` does not reach a tower that `shard_frozen_tower=False` keeps whole; load its weights on "
                 "every rank, or leave one of the two out."
             )
@@ -490,12 +490,12 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         heads = [id(head) for head in own_heads(self.model)]
         for model in models if len(self._division) else []:
             if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
-                raise ValueError(
+                raise UserError(
                     f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
                     "`outputs.sequence_shard`; wrap its blocks, as without a policy."
                 )
             if model.decoder is model.base and model.family.modalities and wraps_more_than_default(self.model):
-                raise ValueError(
+                raise UserError(
                     f"{type(model.base).__name__} merges features inside its decoder, where replicas without images would "
                     "gather the weights of other modules than blocks and heads in another order; use no `auto_wrap_policy`."
                 )
@@ -506,7 +506,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             within = {id(child) for child in model.base.modules()}
             lost = next((part for part in apart if id(part) in within and part is not model.base), None)
             if lost is not None and model.tower in self._whole_towers:
-                raise ValueError(
+                raise UserError(
                     f"`auto_wrap_policy` wraps {type(lost).__name__} beside a tower that `shard_frozen_tower=False` keeps "
                     "whole, so that replicas without images would not gather its weights; leave it out of the policy."
                 )
@@ -525,7 +525,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         except ValueError as error:
             if "uniform dtype" not in str(error):
                 raise
-            raise ValueError(
+            raise UserError(
                 f"FSDP1 cannot hold weights of several dtypes in one block ({error}), as adapters in float32 on a bfloat16 "
                 "model are; set `fsdp_version=2`, or give all weights one dtype."
             ) from error
@@ -560,7 +560,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
                 "`fsdp_version=2`, which needs neither"
             )
         if problem is not None:
-            raise ValueError(f"{type(model).__name__} cannot be set up: {problem}.")
+            raise UserError(f"{type(model).__name__} cannot be set up: {problem}.")
         return True
 
     def _shard_model(self, model: nn.Module, absent: bool) -> nn.Module:

@@ -127,7 +127,7 @@ def same_failure(function: Callable[..., Any], world_size: int, *args: Any) -> s
 def test_setup_is_refused_alike_on_every_rank(case: str) -> None:
     make_model, arguments, message = SETUPS[case]
     failure = same_failure(_set_up, 2, make_model, arguments)
-    assert failure.startswith("ValueError: ")
+    assert failure.startswith("UserError: ")
     assert re.search(message, failure), failure
 
 

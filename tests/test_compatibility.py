@@ -115,7 +115,7 @@ def test_moved_name_is_an_error_at_setup_that_names_the_version(case: str) -> No
         run_ranks(function, 2, *args)
     failures = caught.value.failures
     assert len(set(failures.values())) == 1, failures
-    assert failures[0].startswith("RuntimeError: ")
+    assert failures[0].startswith("UnsupportedError: ")
     assert message in failures[0]
 
 

@@ -18,6 +18,7 @@ from lightning_vdp.check.rows import STATUSES, Row, write_rows
 from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
 from lightning_vdp.check.walk import LIMIT_S, walk
+from lightning_vdp.errors import UserError
 
 __all__ = ["Options", "parse_check", "run_check"]
 
@@ -36,7 +37,7 @@ def _sizes(text: str) -> list[int]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,13 +128,13 @@ def parse_check(arguments: Sequence[str]) -> Options:
     """Reads the command line after ``check``.
 
     Raises:
-        ValueError: If nothing is asked for, or something unknown.
+        UserError: If nothing is asked for, or something unknown.
         ImportError: If the module of a factory cannot be imported.
     """
     options = _parser().parse_args(list(arguments))
     names = dict.fromkeys([*options.models, *(MODEL_TYPES if options.all else ())])
     if not names:
-        raise ValueError("there is nothing to check: name a model, or ask for --all")
+        raise UserError("there is nothing to check: name a model, or ask for --all")
     targets = tuple(find_target(name) for name in names)
     return Options(targets, tuple(options.sizes), options.json, options.jobs, options.timeout, options.sabotage)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from lightning_vdp.check.build import tiny_config, tiny_model
+from lightning_vdp.errors import UserError
 
 __all__ = ["Target", "find_target"]
 
@@ -45,7 +46,7 @@ def _config(fields: dict[str, Any], source: str) -> PreTrainedConfig:
     model_type = fields.get("model_type", "")
     if model_type not in CONFIG_MAPPING_NAMES:
         remote = ": its code is its own (`auto_map`), which is not run" if "auto_map" in fields else ""
-        raise ValueError(
+        raise UserError(
             f"{source} has model_type {model_type!r}, which the installed transformers does not know{remote}."
         )
     config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
@@ -59,7 +60,7 @@ def find_target(name: str) -> Target:
         name: One of these. A factory takes no arguments and returns a small model of transformers, the same each time.
 
     Raises:
-        ValueError: If it is none of them, or a model whose code transformers does not have.
+        UserError: If it is none of them, or a model whose code transformers does not have.
         ImportError: If the module of a factory cannot be imported.
     """
     if name in CONFIG_MAPPING_NAMES:
@@ -74,14 +75,14 @@ def find_target(name: str) -> Target:
     if attribute:
         factory = getattr(importlib.import_module(module), attribute, None)
         if not callable(factory):
-            raise ValueError(f"{module} has no function {attribute}.")
+            raise UserError(f"{module} has no function {attribute}.")
         return Target(name, partial(_from_factory, factory))
     if path.suffix == ".json":
-        raise ValueError(f"There is no file {name}.")
+        raise UserError(f"There is no file {name}.")
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{name!r} is no model_type of the installed transformers, no file, no package.module:ModelFactory, and no "
             f"model that can be fetched from the hub now ({str(error).splitlines()[0]})."
         ) from error

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from lightning_vdp.checkpoint.load import newest
+from lightning_vdp.errors import UserError
 from lightning_vdp.families.wrappers import plain_name
 
 __all__ = ["MODELS_KEY", "describe_models", "export"]
@@ -77,7 +78,7 @@ def export(
         Where the processor came from; None if none was written.
 
     Raises:
-        ValueError: If the checkpoint does not say what to write, or lacks weights.
+        UserError: If the checkpoint does not say what to write, or lacks weights.
     """
     content = _read(newest(Path(checkpoint)))
     weights: dict[str, Tensor] = content["state_dict"]
@@ -104,7 +105,7 @@ def export(
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise ValueError(
+        raise UserError(
             f"There is no checkpoint at {path}; give the path of a file or of a sharded checkpoint's folder."
         )
     if not _is_sharded_checkpoint(path):
@@ -128,13 +129,13 @@ def _root_of(weights: Mapping[str, Tensor], config: str) -> str:
 def _described_by(source: str) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(source)
     if not config.architectures:
-        raise ValueError(f"The config at {source} names no `architectures`; add the model's class there.")
+        raise UserError(f"The config at {source} names no `architectures`; add the model's class there.")
     return {"class": config.architectures[0], "config": config.to_json_string(use_diff=False), "source": source}
 
 
 def _choose(described: Mapping[str, Any], name: str | None, checkpoint: str | Path) -> tuple[str, dict[str, Any]]:
     if not described:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} does not say which Hugging Face model it holds, as checkpoints of this strategy do; give "
             "`--config` the folder or hub name that the model was loaded from."
         )
@@ -142,14 +143,14 @@ def _choose(described: Mapping[str, Any], name: str | None, checkpoint: str | Pa
         name = next(iter(described))
     if name is None or name not in described:
         names = ", ".join(map(repr, described))
-        raise ValueError(f"The checkpoint holds the models {names}, and `--name` is {name!r}; give one of these names.")
+        raise UserError(f"The checkpoint holds the models {names}, and `--name` is {name!r}; give one of these names.")
     return name, described[name]
 
 
 def _rebuild(description: dict[str, Any], name: str, weights: Mapping[str, Tensor], merge: bool) -> Any:
     model_class = getattr(transformers, description["class"], None)
     if model_class is None:
-        raise ValueError(
+        raise UserError(
             f"transformers {transformers.__version__} has no {description['class']}, which the checkpoint holds; install the "
             "version that trained it."
         )
@@ -165,7 +166,7 @@ def _rebuild(description: dict[str, Any], name: str, weights: Mapping[str, Tenso
     only_adapters = "adapters" in description and not merge
     lost = [weight for weight in missing if not only_adapters or "lora_" in weight]
     if lost or unexpected:
-        raise ValueError(
+        raise UserError(
             f"The weights at {name!r} do not fit {description['class']}: {len(lost)} are missing and {len(unexpected)} are "
             f"not expected, such as {(lost or unexpected)[0]!r}; check `--name` and `--config`."
         )

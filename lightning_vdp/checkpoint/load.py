@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_vdp.errors import UserError
+
 __all__ = ["ASIDE", "load_sharded_module", "loosened", "newest"]
 
 ASIDE = ".old"
@@ -42,7 +44,7 @@ def load_sharded_module(
         What else the checkpoint holds.
 
     Raises:
-        ValueError: If there is no checkpoint at the path.
+        UserError: If there is no checkpoint at the path.
     """
     if _is_sharded_checkpoint(path):
         module_state = {"model": get_model_state_dict(root)}
@@ -55,7 +57,7 @@ def load_sharded_module(
         metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         return metadata
     if not _is_full_checkpoint(path):
-        raise ValueError(
+        raise UserError(
             f"There is no checkpoint at {path}: expected a file, or a folder with the shards of a checkpoint."
         )
     # mapped into memory: rank 0 reads the tensors one by one, the others none
@@ -64,7 +66,7 @@ def load_sharded_module(
     set_model_state_dict(root, checkpoint.pop("state_dict"), options=options)
     states = checkpoint.get("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
-        raise ValueError(
+        raise UserError(
             f"The checkpoint holds the states of {len(states)} optimizers, but `configure_optimizers` made {len(optimizers)}; "
             "make as many, or load the weights alone."
         )

@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_vdp.errors import UserError
+
 __all__ = ["continue_samplers", "rescale_progress", "unmark"]
 
 _COUNTERS = ("ready", "started", "processed", "completed")
@@ -22,13 +24,13 @@ def rescale_progress(loops: dict[str, Any], old_replicas: int, new_replicas: int
         new_replicas: Replicas that continue.
 
     Raises:
-        ValueError: If the samples seen are no whole number of batches of so many replicas.
+        UserError: If the samples seen are no whole number of batches of so many replicas.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     for counters in (progress["current"], progress["total"]):
         batches = counters["ready"] * old_replicas
         if batches % new_replicas and counters is progress["current"] and not progress["is_last_batch"]:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint was made after {counters['ready']} batches of each of {old_replicas} replicas, which "
                 f"{new_replicas} replicas cannot have seen evenly; continue with a number of replicas that divides {batches}, "
                 "or from a checkpoint made at the end of an epoch."

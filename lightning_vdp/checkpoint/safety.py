@@ -5,6 +5,8 @@ from pickle import UnpicklingError
 
 import torch
 
+from lightning_vdp.errors import UserError
+
 __all__ = ["check_holds_data"]
 
 
@@ -17,7 +19,7 @@ def check_holds_data(path: Path) -> None:
         path: The file. Folders of shards are left alone: Lightning loads what is pickled there with torch's limits.
 
     Raises:
-        ValueError: If loading would run code.
+        UserError: If loading would run code.
     """
     if not path.is_file():
         return
@@ -25,7 +27,7 @@ def check_holds_data(path: Path) -> None:
         torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()
-        raise ValueError(
+        raise UserError(
             f"The checkpoint {path} holds more than tensors and plain values, so that loading it would run code: "
             f"{' '.join(reason[:1])} If you trust who wrote it, pass `weights_only=False` to the Trainer."
         ) from error

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.families.facts import FACTS, GATHERED, REFUSED, Facts
 from lightning_vdp.families.family import LANGUAGE_MODEL, Family, Modality
 from lightning_vdp.families.wrappers import plain_name, unwrap
@@ -159,13 +160,13 @@ def find_models(module: nn.Module) -> list[DividedModel]:
     """Finds every supported vision-language model and causal language model inside a module, wherever it hangs.
 
     Raises:
-        ValueError: If there is none, or one that cannot be divided; the message says what was found.
+        UserError: If there is none, or one that cannot be divided; the message says what was found.
     """
     pretrained = list(_pretrained(module))
     for name, model in pretrained:
         reason = REFUSED.get(model.config.model_type)
         if reason is not None:
-            raise ValueError(
+            raise UserError(
                 f"{type(model).__name__} at '{name}' (model_type {model.config.model_type!r}) cannot be divided: {reason}; "
                 "set `sequence_parallel_size=1`, or train it with strategy='fsdp'."
             )
@@ -183,7 +184,7 @@ def find_models(module: nn.Module) -> list[DividedModel]:
             models.append(DividedModel(name, LANGUAGE_MODEL, head, base, base))
     if not models:
         found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
-        raise ValueError(
+        raise UserError(
             f"No supported model in {type(module).__name__}: looked in all its submodules for a Hugging Face model with "
             f"`get_image_features` and a decoder, and for causal language models; found "
             f"{', '.join(found) if found else 'no Hugging Face model at all'}. Make the model an attribute of the "
@@ -213,7 +214,7 @@ def _decoder_of(name: str, base: PreTrainedModel) -> PreTrainedModel:
         # the decoder of some models has a head of its own
         if _has_layers(part):
             return part
-    raise ValueError(
+    raise UserError(
         f"{type(base).__name__} at '{name}' has no decoder: expected a language model with `layers`, found "
         f"{type(decoder).__name__}. Build the whole model before the strategy sets it up."
     )

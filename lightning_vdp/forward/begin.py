@@ -79,7 +79,8 @@ def begin_call(
     if entry.first.expected:
         entry.first.expected = False
         call.headers.wait()
-        verify_first_batch(entry, module, arguments)
+        start = functools.partial(start_call, entry, module.config)
+        verify_first_batch(module, arguments, entry.mesh, entry.family, start)
     return args, {**kwargs, CALL: call}
 
 

@@ -1,6 +1,6 @@
 """The first batch, run divided and whole: what no counter of layers sees shows in the logits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from lightning_vdp.batch.host_copies import host_copy
 from lightning_vdp.batch.validate import describe_unreadable, grids_of
-from lightning_vdp.call.call import CALL
+from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.call.header import exchange_headers
 from lightning_vdp.families.family import Family, Modality
-from lightning_vdp.forward.begin import Entry, start_call
+from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.shards import shard_sequence
 
 __all__ = ["FirstBatch", "describe_difference", "evaluating", "shorten"]
@@ -185,16 +185,21 @@ def describe_difference(divided: Tensor, whole: Tensor, config: Any) -> str | No
     )
 
 
-def verify_first_batch(entry: Entry, module: PreTrainedModel, arguments: dict[str, Any]) -> None:
+def verify_first_batch(
+    module: PreTrainedModel,
+    arguments: dict[str, Any],
+    mesh: SequenceMesh,
+    family: Family,
+    start: Callable[[dict[str, Any], bool], ForwardCall],
+) -> None:
     """Runs the first batch whole and divided and compares.
 
     Raises:
         StepError: If they differ by more than rounding on any rank; the same on every rank.
     """
-    mesh = entry.mesh
     short, problem = None, None
     try:
-        short = shorten(arguments, entry.family, module.config, mesh.sequence_parallel_size)
+        short = shorten(arguments, family, module.config, mesh.sequence_parallel_size)
     except Exception as failure:
         # no rank may raise alone
         problem = describe_unreadable(failure)
@@ -206,7 +211,7 @@ def verify_first_batch(entry: Entry, module: PreTrainedModel, arguments: dict[st
     results: list[Tensor] = []
     with evaluating(module):
         for whole in (True, False):
-            call = start_call(entry, module.config, short, whole)
+            call = start(short, whole)
             outputs = module(**short, **{CALL: call})
             results.append(outputs.logits if "logits" in outputs else outputs.last_hidden_state)
     whole_result, divided = results

@@ -12,6 +12,7 @@ from transformers import __version__ as transformers_version
 
 from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall, with_call
+from lightning_vdp.errors import UnsupportedError, UserError
 from lightning_vdp.families.facts import PER_POSITION, SEQUENCE_DIM
 from lightning_vdp.families.find import DividedModel
 from lightning_vdp.forward.begin import Entry, begin_call, start_generation
@@ -66,16 +67,16 @@ class Division:
             attribute: Where the class looks for an override. Default: the name.
 
         Raises:
-            RuntimeError: If the class has no such method, does not look there, or somebody patched this instance already.
+            UnsupportedError: If the class has no such method, does not look there, or somebody patched this instance already.
         """
         attribute = attribute or name
         if not hasattr(type(instance), name):
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"{type(instance).__name__} of transformers {transformers_version} has no `{name}`, where lightning_vdp "
                 "enters; install a version of transformers that this version of lightning_vdp names."
             )
         if attribute in vars(instance):
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"`{name}` of this {type(instance).__name__} was replaced by somebody else, so that it cannot be divided; "
                 "undo that, or set `sequence_parallel_size=1`."
             )
@@ -90,7 +91,7 @@ class Division:
         vars(instance)[attribute] = MethodType(standing_in, instance)
         self._undo.append(functools.partial(vars(instance).pop, attribute))
         if getattr(getattr(instance, name), "__func__", None) is not standing_in:
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"`{name}` of {type(instance).__name__} in transformers {transformers_version} no longer looks at "
                 f"`{attribute}`, where lightning_vdp enters; install a version of transformers that this version of "
                 "lightning_vdp names."
@@ -117,8 +118,8 @@ def divide_models(
         undivided_towers: Towers whose weights FSDP does not divide, so that ranks need not run them alike.
 
     Raises:
-        ValueError: If a model cannot be divided over so many ranks.
-        RuntimeError: If transformers has moved what must be patched.
+        UserError: If a model cannot be divided over so many ranks.
+        UnsupportedError: If transformers has moved what must be patched.
     """
     division = Division()
     if mesh.sequence_parallel_size == 1:
@@ -141,25 +142,25 @@ def divide_models(
 def _check_divisible(model: DividedModel, ranks: int) -> None:
     heads = model.query_heads
     if heads < ranks:
-        raise ValueError(
+        raise UserError(
             f"`sequence_parallel_size` is {ranks}, but {type(model.base).__name__} at '{model.name}' has {heads} attention "
             f"heads, of which each rank needs one; sizes that work are 1 to {heads}."
         )
     takes = "pixel_values" in inspect.signature(type(model.base).forward).parameters
     if takes and not any(modality.pixels == "pixel_values" for modality in model.family.modalities):
-        raise RuntimeError(
+        raise UnsupportedError(
             f"{type(model.base).__name__} of transformers {transformers_version} has no `get_image_features`, where "
             "lightning_vdp enters; install a version of transformers that this version of lightning_vdp names."
         )
     if any(_is_reentrant(module) for module in model.base.modules()):
-        raise ValueError(
+        raise UserError(
             f"{type(model.base).__name__} at '{model.name}' checkpoints activations with `use_reentrant=True`, which FSDP "
             "cannot follow when ranks encode other images; enable it with "
             'gradient_checkpointing_kwargs={"use_reentrant": False}.'
         )
     other = next((part for part in model.loss_models if not model_uses_causal_loss(part)), None)
     if other is not None:
-        raise ValueError(
+        raise UserError(
             f"{type(other).__name__} has a loss function of its own, which shards of logits would bend; remove it and "
             "compute the loss in `training_step`, or set `sequence_parallel_size=1`."
         )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, _Policy
 from torch.optim import Optimizer
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.fsdp.policy import gathered_apart
 
 __all__ = ["check_arguments", "make_shard_mesh", "reshard", "shard", "sharded_parts"]
@@ -51,26 +52,26 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         arguments: Of :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Raises:
-        ValueError: If there is one; the message names it.
+        UserError: If there is one; the message names it.
     """
     for name, value in arguments.items():
         if name not in _KNOWN and value is not None:
-            raise ValueError(
+            raise UserError(
                 f"`{name}` is an argument of FSDP1 for which `fsdp_version=2` has nothing; leave it out, or set "
                 "`fsdp_version=1`."
             )
     if not arguments.get("use_orig_params", True):
-        raise ValueError(
+        raise UserError(
             "`use_orig_params=False` makes flat parameters, which only FSDP1 has; leave it out, or set `fsdp_version=1`."
         )
     if arguments.get("sharding_strategy") == ShardingStrategy.NO_SHARD:
-        raise ValueError(
+        raise UserError(
             "`sharding_strategy='NO_SHARD'` has no counterpart in `fsdp_version=2`; give `sharding_strategy='HYBRID_SHARD'` "
             "with `device_mesh=(processes, 1)`, or set `fsdp_version=1`."
         )
     policy = arguments.get("auto_wrap_policy")
     if policy is not None and not isinstance(policy, _Policy):
-        raise ValueError(
+        raise UserError(
             f"`auto_wrap_policy` is {policy!r}, but `fsdp_version=2` takes a set of module classes or a policy object of "
             "torch.distributed.fsdp.wrap, such as CustomPolicy; give one, or set `fsdp_version=1`."
         )
@@ -133,7 +134,7 @@ def _check_dtypes(parts: list[nn.Module], ignored: set[nn.Parameter]) -> None:
         trained = {value.dtype: name for name, value in own.items() if value.requires_grad}
         if len(trained) > 1:
             examples = " and ".join(f"`{name}` in {dtype}" for dtype, name in trained.items())
-            raise ValueError(
+            raise UserError(
                 f"{type(part).__name__} trains {examples}, but weights that are gathered together and trained need one "
                 "dtype; give them one (frozen weights may have another)."
             )

@@ -31,7 +31,7 @@ class UlyssesVisionDPPrecision(FSDPPrecision):
         scaler: For "16-mixed", a :class:`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
 
     Raises:
-        ValueError: If the precision is none of these.
+        UserError: If the precision is none of these.
     """
 
     def __init__(self, precision: PrecisionName, scaler: Any = None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.families.wrappers import unwrap
 from lightning_vdp.fsdp.fsdp2 import sharded_parts
 from lightning_vdp.fsdp.policy import gathered_apart
@@ -45,14 +46,14 @@ def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None
         arguments: What this run would wrap it with.
 
     Raises:
-        ValueError: If the earlier run wrapped it with other arguments, which FSDP cannot change afterwards, or stopped
+        UserError: If the earlier run wrapped it with other arguments, which FSDP cannot change afterwards, or stopped
             in the middle of a forward, or if parts of it belong to another LightningModule.
     """
     name = type(module).__name__
     known: WrappedRoot | None = vars(module).get(_ROOT)
     if known is None:
         if any(_PART in vars(child) for child in module.modules()):
-            raise ValueError(
+            raise UserError(
                 f"A part of {name} was wrapped by FSDP in an earlier run as part of another LightningModule, which cannot be "
                 "undone; keep using that one, or build the model anew and load its weights from a checkpoint."
             )
@@ -63,12 +64,12 @@ def known_root(module: nn.Module, arguments: dict[str, Any]) -> nn.Module | None
         if known.arguments.get(argument) != arguments.get(argument)
     ]
     if changed:
-        raise ValueError(
+        raise UserError(
             f"{name} was wrapped by FSDP in an earlier run with other values of "
             f"{', '.join(f'`{argument}`' for argument in changed)}, which cannot be changed afterwards; build the module anew."
         )
     if not all(_is_idle(part) for part in fsdp_parts(known.root)):
-        raise ValueError(
+        raise UserError(
             f"An earlier run of {name} stopped in the middle of a step, which leaves its weights gathered in part; build the "
             "module anew and continue from a checkpoint."
         )

@@ -2,6 +2,8 @@
 
 import lightning
 
+from lightning_vdp.errors import UnsupportedError
+
 __all__ = ["check_overrides"]
 
 
@@ -12,7 +14,7 @@ def check_overrides(cls: type) -> None:
         cls: The class; its bases' own overrides are looked at too as far as they are this package's.
 
     Raises:
-        RuntimeError: If a base has no such method.
+        UnsupportedError: If a base has no such method.
     """
     for own in cls.__mro__:
         if not own.__module__.startswith(__package__):
@@ -21,7 +23,7 @@ def check_overrides(cls: type) -> None:
         for name, member in vars(own).items():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if getattr(function, "__override__", False) and not any(name in vars(base) for base in bases):
-                raise RuntimeError(
+                raise UnsupportedError(
                     f"Lightning {lightning.__version__} has no `{bases[0].__name__}.{name}`, which {own.__name__} replaces and "
                     "which nobody would call; install a version of Lightning that this version of lightning_vdp names."
                 )

@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_vdp.errors import UnsupportedError
+
 __all__ = ["Sigterm"]
 
 _HANDLER = "_sigterm_notifier_fn"
@@ -24,7 +26,7 @@ class Sigterm:
         noted: Whether this rank got the signal.
 
     Raises:
-        RuntimeError: If Lightning has moved its handler.
+        UnsupportedError: If Lightning has moved its handler.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
@@ -32,7 +34,7 @@ class Sigterm:
         self._trainer = trainer
         self._connector: Any = trainer._signal_connector
         if not hasattr(type(self._connector), _HANDLER):
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"Lightning {pl.__version__} has no `{_HANDLER}`, which this version of lightning_vdp replaces; install a "
                 "version of Lightning that it names."
             )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
+from lightning_vdp.errors import UnsupportedError
 from lightning_vdp.families.facts import PER_POSITION
 from lightning_vdp.sequence.audit import Audit
 from lightning_vdp.shards import gather_sequence, shard_sequence
@@ -90,14 +91,14 @@ def check_decoder_outputs(
     """Forward hook of the decoder: audits attention, and makes router logits whole for the auxiliary loss.
 
     Raises:
-        RuntimeError: If some layer's attention did not pass through Ulysses exactly once.
+        UnsupportedError: If some layer's attention did not pass through Ulysses exactly once.
     """
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None or call.whole:
         return None
     problems = audit.unmixed(call)
     if problems:
-        raise RuntimeError(
+        raise UnsupportedError(
             f"{type(decoder).__name__} cannot be divided over the sequence: each layer's attention must pass once through "
             f"the attention registry of transformers; it did not in {', '.join(problems)}. Set "
             "`sequence_parallel_size=1` for this model."

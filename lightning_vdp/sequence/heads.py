@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_vdp.collectives import all_to_all
+from lightning_vdp.errors import UserError
 from lightning_vdp.run.regions import ATTENTION_EXCHANGE, region
 from lightning_vdp.shards import SequenceShard, shard_sizes
 
@@ -62,10 +63,10 @@ def head_splits(query_heads: int, key_value_heads: int, ranks: int) -> HeadSplit
     """Divides heads over ranks: query heads as evenly as they go, and to each rank the kv heads that these read.
 
     Raises:
-        ValueError: If there are more ranks than query heads.
+        UserError: If there are more ranks than query heads.
     """
     if query_heads < ranks:
-        raise ValueError(f"{query_heads} query heads cannot be divided over {ranks} ranks.")
+        raise UserError(f"{query_heads} query heads cannot be divided over {ranks} ranks.")
     group = query_heads // key_value_heads
     splits = []
     for query in runs(query_heads, ranks):

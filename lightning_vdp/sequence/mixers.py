@@ -18,6 +18,7 @@ from transformers import __version__ as transformers_version
 
 from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall
+from lightning_vdp.errors import UnsupportedError
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.shards import gather_sequence, shard_sequence
 
@@ -136,7 +137,7 @@ def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module
     forward.__kwdefaults__ = own.__kwdefaults__
     output = forward(self, **arguments)
     if used != set(names):
-        raise RuntimeError(
+        raise UnsupportedError(
             f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
             "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
         )

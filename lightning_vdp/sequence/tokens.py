@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vdp.batch.labels import IGNORED, shift
+from lightning_vdp.errors import UserError
 from lightning_vdp.shards import SequenceShard, gather_sequence, shard_sequence
 
 __all__ = ["by_chunks", "token_entropy", "token_log_probs"]
@@ -48,7 +49,7 @@ def _positions(
     targets = shift(labels)
     local = targets if shard is None else shard_sequence(targets, shard)
     if local.shape != logits.shape[:-1]:
-        raise ValueError(
+        raise UserError(
             f"Logits of {list(logits.shape[:-1])} rows and positions do not fit labels of {list(labels.shape)}; pass "
             "`outputs.logits` with `outputs.sequence_shard`, and the labels of the whole sequence."
         )
@@ -85,7 +86,7 @@ def token_log_probs(
         Float32, shape ``[B, S - 1]``: position t belongs to ``labels[:, t + 1]``; 0 where that does not count.
 
     Raises:
-        ValueError: If logits and labels do not fit.
+        UserError: If logits and labels do not fit.
     """
     return _positions(functools.partial(_log_probs, label_smoothing=label_smoothing), logits, labels, shard)
 
@@ -102,6 +103,6 @@ def token_entropy(logits: Tensor, labels: Tensor, shard: SequenceShard | None = 
         Float32, shape ``[B, S - 1]``; 0 where the label does not count.
 
     Raises:
-        ValueError: If logits and labels do not fit.
+        UserError: If logits and labels do not fit.
     """
     return _positions(_entropy, logits, labels, shard)

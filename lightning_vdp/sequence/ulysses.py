@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call.call import CALL, ForwardCall
+from lightning_vdp.errors import UnsupportedError
 from lightning_vdp.sequence.heads import head_splits, pick_heads, to_heads, to_sequence
 
 __all__ = ["attention_dispatcher", "ulysses_attention"]
@@ -57,12 +58,12 @@ def ulysses_attention(
         The output of shape ``[B, T, H, D_v]``, and None for the weights.
 
     Raises:
-        RuntimeError: If the tensors are not those of self-attention over this rank's shard.
+        UnsupportedError: If the tensors are not those of self-attention over this rank's shard.
     """
     shard = call.shard
     lengths = (query.size(2), key.size(2), value.size(2))
     if lengths != (shard.size,) * 3:
-        raise RuntimeError(
+        raise UnsupportedError(
             f"{type(module).__name__} attends over {sorted(set(lengths))} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
@@ -122,7 +123,7 @@ class _AttentionDispatcher:
         """Installs the dispatcher for one more user.
 
         Raises:
-            RuntimeError: If the registry has no lookup to wrap.
+            UnsupportedError: If the registry has no lookup to wrap.
         """
         self.users += 1
         if self.users > 1:
@@ -132,7 +133,7 @@ class _AttentionDispatcher:
             from transformers import __version__
 
             self.users = 0
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"transformers {__version__} has no `ALL_ATTENTION_FUNCTIONS.get_interface`, where lightning_vdp enters "
                 "attention; install a version of transformers that this version of lightning_vdp names."
             )

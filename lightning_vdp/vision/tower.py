@@ -16,7 +16,7 @@ from lightning_vdp.call.call import CALL, ForwardCall, call_of
 from lightning_vdp.call.header import exchange_headers
 from lightning_vdp.call.randomness import OwnRandomness
 from lightning_vdp.call.units import UnitPlan
-from lightning_vdp.errors import StepError
+from lightning_vdp.errors import StepError, UnsupportedError
 from lightning_vdp.families.facts import Facts
 from lightning_vdp.families.family import Modality
 from lightning_vdp.families.find import smallest_unit
@@ -243,7 +243,7 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
 
 def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None:
     if levels[0].shape[0] != expected:
-        raise RuntimeError(
+        raise UnsupportedError(
             f"The tower yielded {levels[0].shape[0]} rows of features for this rank's {modality.name}s, but their "
             f"placeholder tokens are {expected}; the processor and the model do not belong together."
         )
