@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 
 from lightning_vdp import StepError, UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
 from lightning_vdp import strategy as strategy_module
-from lightning_vdp.checkpoint.save import newest
+from lightning_vdp.checkpoint.load import newest
 from lightning_vdp.cli import main
 from lightning_vdp.testing import (
     Batches,
