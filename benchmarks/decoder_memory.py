@@ -28,7 +28,7 @@ from benchmarks.models import FAMILY, qwen
 from benchmarks.report import Chart, Options, Report, at_most
 from lightning_vdp import UlyssesVisionDPStrategy
 from lightning_vdp.families.find import find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
 from lightning_vdp.testing import Batches, ParityModule, quiet_trainer, run_ranks, tiny_batch

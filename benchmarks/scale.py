@@ -17,7 +17,7 @@ from benchmarks.models import mix_batch, qwen
 from benchmarks.report import Chart, Options, Report
 from lightning_vdp.call.header import encode, exchange_headers
 from lightning_vdp.families.find import find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
 from lightning_vdp.testing import run_ranks

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from benchmarks.measure import check_parity, gradients, largest_difference, worst
 from benchmarks.models import qwen
 from lightning_vdp.families.find import find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
 from lightning_vdp.shards import SequenceShard, shard_sequence

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_vdp.run.watch import Mark, unmarked
+from lightning_vdp.run.watch import Track, untracked
 
 __all__ = ["Layout", "all_gather", "all_reduce", "all_to_all", "attach"]
 
@@ -51,9 +51,11 @@ class Layout(Protocol):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, group: dist.ProcessGroup, mark: Mark, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.group, ctx.mark = layout, group, mark
-        with mark("forward"):
+    def forward(
+        ctx: Any, layout: Layout, group: dist.ProcessGroup, track: Track, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.group, ctx.track = layout, group, track
+        with track("forward"):
             # what is sent is freed before what is received is unpacked
             received = _exchange(layout.pack(tensors), layout.input_sizes, layout.output_sizes, group)
         return layout.unpack(received)
@@ -66,7 +68,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def way_back(ctx: Any, flat: Tensor) -> Tensor:
-        with ctx.mark("backward"):
+        with ctx.track("backward"):
             return _exchange(flat, ctx.layout.output_sizes, ctx.layout.input_sizes, ctx.group)
 
 
@@ -77,7 +79,7 @@ def _exchange(flat: Tensor, input_sizes: list[int], output_sizes: list[int], gro
 
 
 def all_to_all(
-    tensors: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup, mark: Mark = unmarked
+    tensors: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup, track: Track = untracked
 ) -> tuple[Tensor, ...]:
     """Sends some elements of tensors to every rank of the group and receives others from each, in one exchange.
 
@@ -87,21 +89,21 @@ def all_to_all(
         tensors: Of one dtype.
         layout: How they lie in the buffers.
         group: The ranks that take part.
-        mark: Says who watches.
+        track: Tells the watch that this rank is in the collective.
 
     Returns:
         What the layout unpacks.
     """
-    return _AllToAll.apply(layout, group, mark, *tensors)
+    return _AllToAll.apply(layout, group, track, *tensors)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: dist.ProcessGroup, mark: Mark) -> Tensor:
-        ctx.sizes, ctx.group, ctx.mark = sizes, group, mark
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: dist.ProcessGroup, track: Track) -> Tensor:
+        ctx.sizes, ctx.group, ctx.track = sizes, group, track
         widest = max(sizes)
         gathered = rows.new_empty((len(sizes) * widest, *rows.shape[1:]))
-        with mark("forward"):
+        with track("forward"):
             dist.all_gather_single(gathered, _padded(rows, widest), group=group)
         if min(sizes) == widest:
             return gathered
@@ -115,7 +117,7 @@ class _AllGather(torch.autograd.Function):
         if min(sizes) != widest:
             gradient = torch.cat([_padded(part, widest) for part in gradient.split(sizes)])
         reduced = gradient.new_empty((widest, *gradient.shape[1:]))
-        with ctx.mark("backward"):
+        with ctx.track("backward"):
             dist.reduce_scatter_single(reduced, gradient.contiguous(), group=group)
         return reduced[: sizes[dist.get_rank(group)]], None, None, None
 
@@ -128,14 +130,14 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return padded
 
 
-def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, mark: Mark = unmarked) -> Tensor:
+def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, track: Track = untracked) -> Tensor:
     """Concatenates every rank's rows in rank order; sizes may differ, also be 0.
 
     Args:
         rows: This rank's rows, shape ``[sizes[rank], ...]``.
         sizes: Number of rows of each rank of the group.
         group: The ranks that take part.
-        mark: Says who watches.
+        track: Tells the watch that this rank is in the collective.
 
     Returns:
         Shape ``[sum(sizes), ...]``, the same on every rank.
@@ -143,20 +145,20 @@ def all_gather(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, mar
     sizes = list(sizes)
     if max(sizes) == 0:
         return rows
-    return _AllGather.apply(rows, sizes, group, mark)
+    return _AllGather.apply(rows, sizes, group, track)
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, mark: Mark) -> Tensor:
-        ctx.group, ctx.mark = group, mark
-        with mark("forward"):
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, track: Track) -> Tensor:
+        ctx.group, ctx.track = group, track
+        with track("forward"):
             return _summed(value, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.mark("backward"):
+        with ctx.track("backward"):
             return _summed(gradient, ctx.group), None, None
 
 
@@ -167,9 +169,9 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-def all_reduce(value: Tensor, group: dist.ProcessGroup, mark: Mark = unmarked) -> Tensor:
+def all_reduce(value: Tensor, group: dist.ProcessGroup, track: Track = untracked) -> Tensor:
     """Sums a tensor over the group; any shape, the same on every rank."""
-    return _AllReduce.apply(value, group, mark)
+    return _AllReduce.apply(value, group, track)
 
 
 class _Attach(torch.autograd.Function):

@@ -51,7 +51,8 @@ from lightning_vdp.checkpoint.save import frozen_names, replaced_in_one_step, wr
 from lightning_vdp.errors import StepError, UserError
 from lightning_vdp.families.find import DividedModel, find_models, own_heads, query_heads
 from lightning_vdp.families.wrappers import plain_name, unwrap
-from lightning_vdp.forward.patches import Division, divide_models
+from lightning_vdp.forward.divide import divide_models
+from lightning_vdp.forward.patches import Patches
 from lightning_vdp.fsdp.fsdp1 import full_state_on_cpu, shard_in_place, wrap
 from lightning_vdp.fsdp.fsdp2 import check_arguments, make_shard_mesh, optimizer_state_2, reshard, state_dict_2
 from lightning_vdp.fsdp.materialize import fill_from_rank_zero, hash_of
@@ -194,7 +195,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         self._host_copies = _HOST_COPIES
         self._fsdp_mesh_sizes: tuple[int, ...] | None = None
         self._mesh: SequenceMesh | None = None
-        self._division = Division()
+        self._division = Patches()
         self._sigterm: Sigterm | None = None
         self._entered: list[str] = []
         self._root_hooks: list[Callable[[], None]] = []

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_vdp.sequence.heads import head_splits
-from lightning_vdp.shards import shard_sizes
+from lightning_vdp.shards import even_sizes
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_fewer_heads_than_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize(("length", "ranks"), [(8, 2), (7, 2), (5, 4), (4, 4), (3, 4), (0, 2), (101, 8)])
 def test_shard_sizes_differ_by_at_most_one(length: int, ranks: int) -> None:
-    sizes = shard_sizes(length, ranks)
+    sizes = even_sizes(length, ranks)
     assert sum(sizes) == length
     assert len(sizes) == ranks
     assert max(sizes) - min(sizes) <= 1

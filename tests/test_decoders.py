@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from lightning_vdp.families.find import find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
 from lightning_vdp.shards import gather_sequence

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_vdp import UlyssesVisionDPStrategy
 from lightning_vdp.batch.host_copies import host_tensors, keep_samples, known_host_copy, sample
 from lightning_vdp.batch.same import digest_batch
-from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.call.randomness import RankRandomness
 from lightning_vdp.families.find import find_models
 from lightning_vdp.testing import (
     Batches,
@@ -80,7 +80,7 @@ def test_random_numbers_of_a_ranks_own_on_a_device() -> None:
     drawn, states = [], []
     for rank, count in ((0, 1), (1, 5)):
         torch.cuda.set_rng_state(before, device)
-        with OwnRandomness("decoder", rank, device):
+        with RankRandomness("decoder", rank, device):
             drawn.append(torch.rand(count, device=device)[0].item())
         states.append(torch.cuda.get_rng_state(device))
     assert drawn[0] != drawn[1]

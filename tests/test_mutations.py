@@ -103,7 +103,7 @@ def dummies_missing() -> None:
     tower.run_absent_towers = decoder.run_absent_towers = run_none
 
 
-def loose_ends_missing() -> None:
+def dummy_outputs_missing() -> None:
     decoder.attach = lambda carrier, attached: carrier
 
 
@@ -181,7 +181,7 @@ def test_harness_fails_on(mutate: Callable[[], None]) -> None:
     "mutate",
     [
         pytest.param(dummies_missing, id="dummies_missing"),
-        pytest.param(loose_ends_missing, id="loose_ends_missing", marks=pytest.mark.slow),
+        pytest.param(dummy_outputs_missing, id="dummy_outputs_missing", marks=pytest.mark.slow),
     ],
 )
 def test_harness_fails_on_ranks_out_of_step(mutate: Callable[[], None]) -> None:

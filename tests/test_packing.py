@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_vdp import UlyssesVisionDPStrategy, token_log_probs
 from lightning_vdp.families.find import find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.packing import pack_samples
 from lightning_vdp.settings import Settings

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
-from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.call.randomness import RankRandomness
 from lightning_vdp.testing import (
     Batches,
     ParityModule,
@@ -175,14 +175,14 @@ def test_attention_over_own_heads_drops_its_own(runs: dict[str, list[Any]]) -> N
 def test_common_state_moves_on_only_where_numbers_were_drawn() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with OwnRandomness("decoder", 0, CPU):
+    with RankRandomness("decoder", 0, CPU):
         pass
     assert torch.equal(torch.get_rng_state(), before)
     drawn = {}
     states = []
     for rank, count in ((0, 1), (1, 5)):
         torch.set_rng_state(before)
-        with OwnRandomness("decoder", rank, CPU):
+        with RankRandomness("decoder", rank, CPU):
             drawn[rank] = torch.rand(count)
         states.append(torch.get_rng_state())
     assert drawn[0][0] != drawn[1][0]
@@ -194,7 +194,7 @@ def test_common_state_moves_on_only_where_numbers_were_drawn() -> None:
 def test_common_state_is_back_after_an_error() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with pytest.raises(ArithmeticError), OwnRandomness("decoder", 0, CPU):
+    with pytest.raises(ArithmeticError), RankRandomness("decoder", 0, CPU):
         raise ArithmeticError
     assert torch.equal(torch.get_rng_state(), before)
 

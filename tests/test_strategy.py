@@ -21,7 +21,7 @@ import lightning_vdp
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy, gather_sequence
 from lightning_vdp.families.find import find_models
 from lightning_vdp.families.wrappers import unwrap
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.fsdp.remembered import fsdp_parts
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings

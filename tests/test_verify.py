@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_vdp import UlyssesVisionDPStrategy
 from lightning_vdp.families.find import family_of
-from lightning_vdp.forward.first_batch import FirstBatch, describe_difference, evaluating, shorten
+from lightning_vdp.forward.first_batch import FirstBatch, evaluating, find_difference, shorten
 from lightning_vdp.testing import Batches, ParityModule, RankFailed, quiet_trainer, run_ranks, tiny_batch, tiny_model
 
 FAMILY = "qwen2_5_vl"
@@ -170,11 +170,11 @@ def test_cut_keeps_whole_images_of_the_first_row() -> None:
 def test_difference_is_relative_to_a_typical_position() -> None:
     config = tiny_model(FAMILY).config
     whole = torch.randn(1, 6, 9)
-    assert describe_difference(whole * (1 + 1e-6), whole, config) is None
+    assert find_difference(whole * (1 + 1e-6), whole, config) is None
     other = whole.clone()
     other[0, 3] += 1
-    assert "relative difference" in (describe_difference(other, whole, config) or "")
-    assert describe_difference(whole[:, :0], whole[:, :0], config) is None
+    assert "relative difference" in (find_difference(other, whole, config) or "")
+    assert find_difference(whole[:, :0], whole[:, :0], config) is None
 
 
 def test_evaluating_puts_modes_back() -> None:

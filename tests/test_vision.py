@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from benchmarks.mixes import MIXES, documents, grid_of
 from lightning_vdp import StepError, UlyssesVisionDPStrategy
+from lightning_vdp.batch.contents import read_modality
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.callbacks import VisionLoadMonitor
 from lightning_vdp.families.family import Family
 from lightning_vdp.families.find import family_of, find_models
-from lightning_vdp.forward.patches import divide_models
+from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
+from lightning_vdp.shards import ShardLayout
 from lightning_vdp.testing import (
     Batches,
     GradientRecorder,
@@ -128,7 +130,8 @@ def test_routes_bring_every_row_to_its_shard_in_order(seed: int) -> None:
     owners = [draw.randrange(ranks) for _ in rows]
     plan = UnitPlan(tuple(rows), tuple(rows), tuple(rows), tuple(owners), ranks)
     owner_of_row = [owner for owner, count in zip(owners, rows) for _ in range(count)]
-    routes = [plan_routes(flat.numpy(), plan, sizes, rank) for rank in range(ranks)]
+    layout = ShardLayout.contiguous(sum(sizes), ranks)
+    routes = [plan_routes(layout.owners(flat.numpy()), plan, rank) for rank in range(ranks)]
     sent: list[list[list[int]]] = []
     for rank in range(ranks):
         own = torch.tensor([row for row, owner in enumerate(owner_of_row) if owner == rank], dtype=torch.int64)
@@ -190,7 +193,7 @@ def test_gathered_bytes_are_told_as_they_are_moved() -> None:
 def _owners(batch: dict[str, Tensor]) -> list[int]:
     base = tiny_model("qwen3_vl").model
     family = family_of(base)
-    draft = list_units(family.modalities[0], batch, base.config, family.facts)
+    draft = list_units(family.modalities[0], read_modality(batch, family.modalities[0]), base.config, family.facts)
     cost = tower_cost(base.config.vision_config, family.facts.tower_mlp_matrices)
     return list(assign_units({"image": draft}, family, Settings(), 4, cost)["image"].owners)
 

@@ -127,9 +127,9 @@ OUR_OWN = {
     "exchange": ("vision.tower", "route_features"),
     "cutting": ("sequence.decoder", "shard_sequence"),
     "attention": ("sequence.ulysses", "to_sequence"),
-    "audit": ("forward.patches", "check_decoder_outputs"),
+    "audit": ("forward.divide", "check_decoder_outputs"),
     "loss": ("sequence.loss", "all_reduce"),
-    "outputs": ("forward.patches", "_describe_outputs"),
+    "outputs": ("forward.divide", "_mark_outputs"),
 }
 
 PLACES = {

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 from lightning_vdp.batch.host_copies import known_host_copy, known_sample
 from lightning_vdp.families.family import Family
 
-__all__ = ["describe_other_batches", "digest_batch", "suspect_loader"]
+__all__ = ["digest_batch", "find_other_batches", "suspect_loader"]
 
 # digested from a host copy, or from a sample of the values where they are many
 _WHOLE = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "mm_token_type_ids")
@@ -74,7 +74,7 @@ def suspect_loader(loader: Any, replicas: int) -> int:
         replicas: Number of replicas.
 
     Returns:
-        A number for `describe_other_batches`; 0 if nothing stands out.
+        A number for `find_other_batches`; 0 if nothing stands out.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return 1
@@ -87,7 +87,7 @@ def suspect_loader(loader: Any, replicas: int) -> int:
     return 0
 
 
-def describe_other_batches(
+def find_other_batches(
     headers: Sequence[Mapping[str, Sequence[int]]], ranks: int, family: Family, place: str
 ) -> str | None:
     """Compares the headers within each sequence group; the same on every rank of the world.

@@ -1,7 +1,9 @@
 """What one forward needs to know about itself: it travels with the call's arguments and is stored nowhere else."""
 
+import enum
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_vdp.batch.host_copies import keep_host_copies, known_host_copy
 from lightning_vdp.call.header import PendingHeaders
-from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.call.randomness import RankRandomness
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.families.family import Family, Modality
 from lightning_vdp.mesh import SequenceMesh
@@ -17,12 +19,47 @@ from lightning_vdp.run.observers import Observers
 from lightning_vdp.settings import Settings
 from lightning_vdp.shards import SequenceShard, shard_sequence
 
-__all__ = ["CALL", "ForwardCall", "call_of", "with_call"]
+__all__ = ["CALL", "CallContext", "ForwardCall", "Purpose", "call_of", "with_call"]
 
 CALL = "vdp_call"
 """Keyword argument that carries a `ForwardCall`; None in forwards that are not divided."""
 
 _CALL = "_vdp_call"
+
+
+class Purpose(enum.Enum):
+    """What a forward is for."""
+
+    STEP = enum.auto()
+    """A forward of the user's, which is divided."""
+    COMPARE_DIVIDED = enum.auto()
+    """The first batch, divided, to compare it with the same batch whole."""
+    COMPARE_WHOLE = enum.auto()
+    """The first batch on every rank alone."""
+    GENERATE = enum.auto()
+    """A forward that stays whole, while other replicas may run other towers."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank encodes all units and runs the decoder on the whole sequence."""
+        return self in (Purpose.COMPARE_WHOLE, Purpose.GENERATE)
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What all calls of one model share.
+
+    Args:
+        mesh: The ranks and their groups.
+        settings: How the strategy divides.
+        family: What is known about the model's type.
+        lockstep: Whether the tower's forward holds collectives, so that all ranks must run it equally often.
+    """
+
+    mesh: SequenceMesh
+    settings: Settings
+    family: Family
+    lockstep: bool = True
 
 
 class ForwardCall:
@@ -31,76 +68,92 @@ class ForwardCall:
     Not a dataclass, so that wrappers which rebuild dataclasses among a module's arguments pass it on as it is.
 
     Args:
-        mesh: The ranks.
-        settings: How to divide.
-        family: Facts about the model.
+        context: What all calls of the model share.
+        purpose: What the forward is for.
         length: Positions of the whole sequence.
-        plans: The plan of each modality in this rank's batch, by name.
-        headers: Those of the world, under way.
+        plans: The plan of each modality in this rank's batch, by its name.
+        headers: The step headers of the world, under way.
         device: Where the batch is.
-        lockstep: Whether towers hold collectives, so that ranks must run them alike.
-        observers: Are told what the tower did.
-        whole: Whether each rank encodes all units and runs the decoder on the whole sequence.
     """
 
     __slots__ = (
         "_cut",
         "_pending",
         "_wholes",
-        "attended",
         "base",
-        "counted",
+        "context",
+        "counts_placeholders",
         "device",
-        "family",
+        "dummy_outputs",
         "headers",
         "ids",
-        "lockstep",
-        "loose_ends",
-        "mesh",
-        "observers",
+        "mixed",
         "plans",
+        "purpose",
         "randomness",
         "routed",
-        "settings",
         "shard",
-        "whole",
     )
 
     def __init__(
         self,
-        mesh: SequenceMesh,
-        settings: Settings,
-        family: Family,
+        context: CallContext,
+        purpose: Purpose,
         length: int,
         plans: Mapping[str, UnitPlan],
         headers: PendingHeaders,
         device: torch.device,
-        lockstep: bool = True,
-        observers: Observers | tuple[()] = (),
-        whole: bool = False,
     ) -> None:
-        self.mesh = mesh
-        self.settings = settings
-        self.family = family
-        self.shard = SequenceShard(length, mesh.sequence_group, mesh.watch)
+        self.context = context
+        self.purpose = purpose
+        self.shard = SequenceShard(length, context.mesh.sequence_group, context.mesh.watch)
         self.plans = dict(plans)
         self.headers = headers
         self.device = device
-        self.lockstep = lockstep
-        self.observers = observers
-        self.whole = whole
-        self.randomness = OwnRandomness("decoder", mesh.rank, device)
+        self.randomness = RankRandomness("decoder", context.mesh.rank, device)
         self.ids: Tensor | None = None
         # whether placeholders must be as many as features
-        self.counted = False
+        self.counts_placeholders = False
         # whether features go to the ranks that hold their placeholders, rather than to all
         self.routed = False
         self.base: nn.Module | None = None
-        self.attended: Counter[nn.Module] = Counter()
-        self.loose_ends: list[Tensor] = []
+        # how often each module has mixed tokens divided
+        self.mixed: Counter[nn.Module] = Counter()
+        # of towers that ran for the lockstep alone: their backward must run too
+        self.dummy_outputs: list[Tensor] = []
         self._pending: list[Modality] | None = None
         self._wholes: dict[int, tuple[Tensor, Tensor]] = {}
         self._cut: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def mesh(self) -> SequenceMesh:
+        """The ranks and their groups."""
+        return self.context.mesh
+
+    @property
+    def settings(self) -> Settings:
+        """How the strategy divides."""
+        return self.context.settings
+
+    @property
+    def family(self) -> Family:
+        """What is known about the model's type."""
+        return self.context.family
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must run the tower equally often."""
+        return self.context.lockstep
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank encodes all units and runs the decoder on the whole sequence."""
+        return self.purpose.is_whole
+
+    @property
+    def observers(self) -> Observers | tuple[()]:
+        """Are told what the tower did."""
+        return self.mesh.vision_observers if self.purpose is Purpose.STEP else ()
 
     @property
     def pending(self) -> list[Modality]:

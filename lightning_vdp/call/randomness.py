@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OwnRandomness"]
+__all__ = ["RankRandomness"]
 
 
-class OwnRandomness:
+class RankRandomness:
     """Within it, this rank draws random numbers that no other rank draws.
 
     On CUDA that goes for the device's generator alone: the CPU's decides control flow there, which ranks share. On the CPU
@@ -44,7 +44,7 @@ class OwnRandomness:
             return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
         return None
 
-    def __enter__(self) -> "OwnRandomness":
+    def __enter__(self) -> "RankRandomness":
         generator = self._generator
         if generator is not None:
             # on the host for every device

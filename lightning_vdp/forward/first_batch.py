@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_vdp.batch.contents import read_modality
 from lightning_vdp.batch.host_copies import host_copy
-from lightning_vdp.batch.validate import describe_unreadable, grids_of
-from lightning_vdp.call.call import CALL, ForwardCall
+from lightning_vdp.batch.validate import unreadable_problem
+from lightning_vdp.call.call import CALL, ForwardCall, Purpose
 from lightning_vdp.call.header import exchange_headers
 from lightning_vdp.families.family import Family, Modality
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.shards import shard_sequence
 
-__all__ = ["FirstBatch", "describe_difference", "evaluating", "shorten"]
+__all__ = ["FirstBatch", "evaluating", "find_difference", "shorten"]
 
 LIMIT = 2048
 _NOT_NEEDED = ("labels", "shift_labels", "num_items_in_batch")
@@ -114,7 +115,7 @@ def _whole_units(arguments: Mapping[str, Any], modality: Modality, config: Any, 
     assert token is not None
     places = row.eq(token).nonzero().flatten()
     merged = int(config.vision_config.spatial_merge_size) ** 2
-    rows = [time * height * width // merged for time, height, width in grids_of(arguments, modality)]
+    rows = [patches // merged for patches in read_modality(arguments, modality).patches]
     used = units = 0
     while units < len(rows) and used + rows[units] <= len(places):
         used += rows[units]
@@ -141,13 +142,13 @@ def _cut(
             result.pop(modality.grid or "", None)
         else:
             assert modality.grid is not None
-            grids = grids_of(arguments, modality)[:units]
+            patches = read_modality(arguments, modality).patches
             result[modality.grid] = arguments[modality.grid][:units]
-            result[modality.pixels] = arguments[modality.pixels][: sum(t * h * w for t, h, w in grids)]
+            result[modality.pixels] = arguments[modality.pixels][: sum(patches[:units])]
     return result
 
 
-def describe_difference(divided: Tensor, whole: Tensor, config: Any) -> str | None:
+def find_difference(divided: Tensor, whole: Tensor, config: Any) -> str | None:
     """Compares what a model yields divided and whole at this rank's positions.
 
     Args:
@@ -190,7 +191,7 @@ def verify_first_batch(
     arguments: dict[str, Any],
     mesh: SequenceMesh,
     family: Family,
-    start: Callable[[dict[str, Any], bool], ForwardCall],
+    start: Callable[[dict[str, Any], Purpose], ForwardCall],
 ) -> None:
     """Runs the first batch whole and divided and compares.
 
@@ -202,7 +203,7 @@ def verify_first_batch(
         short = shorten(arguments, family, module.config, mesh.sequence_parallel_size)
     except Exception as failure:
         # no rank may raise alone
-        problem = describe_unreadable(failure)
+        problem = unreadable_problem(failure)
     # every rank of the world runs the same forwards, whatever batch it holds
     uncut = {"length": [1] if short is None else []}
     if any(header["length"] for header in exchange_headers(mesh, uncut, problem).wait()):
@@ -210,11 +211,11 @@ def verify_first_batch(
     assert short is not None
     results: list[Tensor] = []
     with evaluating(module):
-        for whole in (True, False):
-            call = start(short, whole)
+        for purpose in (Purpose.COMPARE_WHOLE, Purpose.COMPARE_DIVIDED):
+            call = start(short, purpose)
             outputs = module(**short, **{CALL: call})
             results.append(outputs.logits if "logits" in outputs else outputs.last_hidden_state)
     whole_result, divided = results
     if divided.shape[1] != whole_result.shape[1]:
         whole_result = shard_sequence(whole_result, call.shard)
-    exchange_headers(mesh, {}, describe_difference(divided, whole_result, module.config)).wait()
+    exchange_headers(mesh, {}, find_difference(divided, whole_result, module.config)).wait()

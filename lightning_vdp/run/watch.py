@@ -1,7 +1,6 @@
 """Watching the ranks of a run: who waits where for how long, and telling the others when one fails.
 
-What a rank is doing is a mark, set and taken back in well under a microsecond. A thread looks at it now and then; ranks
-write to the store of the process group only once one of them waits for long or fails.
+What a rank is doing is noted in well under a microsecond. A thread looks at the note now and then; ranks write to the store of the process group only once one of them waits for long or fails.
 """
 
 import json
@@ -20,12 +19,12 @@ import torch.distributed as dist
 
 from lightning_vdp.errors import StepError
 
-__all__ = ["Mark", "Watch", "run_store", "unmarked"]
+__all__ = ["Track", "Watch", "run_store", "untracked"]
 
 log = logging.getLogger(__name__)
 
-Mark = Callable[[str], AbstractContextManager[Any]]
-"""Makes the mark of a collective, given its way: "forward" or "backward"."""
+Track = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context of a collective, in which the watch knows of it, given its direction: "forward" or "backward"."""
 
 _LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)")
 _TICK_S = (0.05, 1.0)
@@ -35,8 +34,8 @@ _GRACE_S = 3.0
 _ANSWER_S = 0.5
 
 
-def unmarked(way: str) -> AbstractContextManager[Any]:
-    """The mark of a collective that nobody watches."""
+def untracked(way: str) -> AbstractContextManager[Any]:
+    """The context of a collective that nobody watches."""
     return nullcontext()
 
 
@@ -89,20 +88,20 @@ class Watch:
         self._failure: str | None = None
         self._told: str | None = None
 
-    # ---- marks
+    # ---- what this rank is doing
 
     def phase(self, name: str) -> _Doing:
-        """Marks what this rank does, while inside."""
+        """Notes what this rank does, while inside."""
         return _Doing(self, name)
 
     def collective(self, phase: str, way: str = "forward") -> _Doing:
-        """Marks a collective that this rank enters, while inside."""
+        """Notes a collective that this rank enters, while inside."""
         self.collectives += 1
         return _Doing(self, phase if way == "forward" else f"{phase}, {way}")
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Marks a hook of the Trainer, while inside; if another rank's failure ends it, the error says so.
+        """Notes a hook of the Trainer, while inside; if another rank's failure ends it, the error says so.
 
         Raises:
             StepError: If the world ended because another rank had failed.
@@ -120,9 +119,9 @@ class Watch:
                 if cause is None:
                     raise
                 raise StepError(cause) from error
-        self._mark_device_work()
+        self._note_device_work()
 
-    def _mark_device_work(self) -> None:
+    def _note_device_work(self) -> None:
         # the host runs ahead of a device: the step is over when its work is
         if self._thread is not None and self._device is not None and self._device.type == "cuda":
             event = torch.cuda.Event()

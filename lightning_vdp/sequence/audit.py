@@ -34,11 +34,11 @@ class Audit:
     def unmixed(self, call: ForwardCall) -> list[str]:
         """Describes the layers that did not run as they should in a forward."""
         times: dict[int, list[int]] = {index: [] for index in self._layers}
-        for part, count in call.attended.items():
+        for part, count in call.mixed.items():
             if part in self._layer_of:
                 times[self._layer_of[part]].append(count)
         for mixer in self._mixers:
-            if mixer not in call.attended:
+            if mixer not in call.mixed:
                 times[self._layer_of[mixer]].append(0)
         return [
             f"layer {index} ({type(self._layers[index]).__name__}): {next((count for count in counts if count != 1), 0)} times"

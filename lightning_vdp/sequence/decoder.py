@@ -32,12 +32,12 @@ def shard_decoder_inputs(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict
         run_absent_towers(call, before=next(iter(call.present), None))
     else:
         run_absent_towers(call)
-        if call.loose_ends:
-            kwargs["inputs_embeds"] = attach(kwargs["inputs_embeds"], call.loose_ends)
-            call.loose_ends = []
+        if call.dummy_outputs:
+            kwargs["inputs_embeds"] = attach(kwargs["inputs_embeds"], call.dummy_outputs)
+            call.dummy_outputs = []
     if call.whole:
         return args, kwargs
-    call.attended = Counter()
+    call.mixed = Counter()
     levels = kwargs.get("deepstack_visual_embeds")
     if levels is not None:
         mask = kwargs["visual_pos_masks"]
@@ -63,8 +63,8 @@ def shard_layer_inputs(
     call: ForwardCall | None = kwargs.get(CALL)
     if call is None:
         return None
-    if call.loose_ends:
-        args, call.loose_ends = (attach(args[0], call.loose_ends), *args[1:]), []
+    if call.dummy_outputs:
+        args, call.dummy_outputs = (attach(args[0], call.dummy_outputs), *args[1:]), []
     if call.whole:
         return args, kwargs
     if cut_dim is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_vdp.collectives import all_to_all
 from lightning_vdp.errors import UserError
 from lightning_vdp.run.regions import ATTENTION_EXCHANGE, region
-from lightning_vdp.shards import SequenceShard, shard_sizes
+from lightning_vdp.shards import SequenceShard, even_sizes
 
 __all__ = ["HeadSplit", "HeadSplits", "head_splits", "pick_heads", "runs", "to_heads", "to_sequence"]
 
@@ -22,7 +22,7 @@ __all__ = ["HeadSplit", "HeadSplits", "head_splits", "pick_heads", "runs", "to_h
 @functools.lru_cache
 def runs(count: int, ranks: int) -> tuple[range, ...]:
     """Divides `count` heads or channels into a run for each rank; sizes differ by at most one."""
-    sizes = shard_sizes(count, ranks)
+    sizes = even_sizes(count, ranks)
     return tuple(range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks))
 
 
@@ -114,7 +114,7 @@ def _are_even(heads: Sequence[range]) -> bool:
 
 
 class _ToHeads:
-    """Tensors ``[B, H, T, D]`` of one width to ``[B, H_r, S, D]``; what is sent to a rank lies as ``[H_r, B, T, D]``.
+    """Tensors ``[B, H, T, D]`` of one width to ``[B, H_r, S, D]``, rank by rank; what is sent to a rank lies as ``[H_r, B, T, D]``.
 
     Args:
         heads: For each tensor, the run of heads that goes to each rank.
@@ -206,7 +206,7 @@ class _ToHeads:
 
 
 class _ToSequence:
-    """A tensor ``[B, S, H_r, D]`` to ``[B, T, H, D]``; what is sent to a rank lies as ``[T, B, H_r, D]``.
+    """A tensor ``[B, S, H_r, D]``, rank by rank, to ``[B, T, H, D]``; what is sent to a rank lies as ``[T, B, H_r, D]``.
 
     Args:
         heads: Heads of each rank.
@@ -268,23 +268,28 @@ def to_heads(
     Returns:
         Each of shape ``[B, H_r, S, D]``.
     """
-    batch, mark = tensors[0].size(0), shard.mark(phase)
+    batch, track = tensors[0].size(0), shard.track(phase)
     kinds = [(tensor.size(3), tensor.dtype) for tensor in tensors]
     if kinds.count(kinds[0]) == len(kinds):
         layout = _to_heads_layout(tuple(heads), shard.sizes, shard.rank, batch, kinds[0][0])
-        return all_to_all(tensors, layout, shard.group, mark)
+        return _by_position(all_to_all(tensors, layout, shard.group, track), shard)
     result = list(tensors)
     for kind in dict.fromkeys(kinds):
         indices = [index for index, other in enumerate(kinds) if other == kind]
         layout = _to_heads_layout(tuple([heads[index] for index in indices]), shard.sizes, shard.rank, batch, kind[0])
-        exchanged = all_to_all([tensors[index] for index in indices], layout, shard.group, mark)
+        exchanged = all_to_all([tensors[index] for index in indices], layout, shard.group, track)
         for index, tensor in zip(indices, exchanged):
             result[index] = tensor
-    return tuple(result)
+    return _by_position(result, shard)
+
+
+def _by_position(tensors: Sequence[Tensor], shard: SequenceShard) -> tuple[Tensor, ...]:
+    """Positions of all ranks, in the order of the sequence."""
+    return tuple([shard.layout.by_position(tensor, 2) for tensor in tensors])
 
 
 @region(ATTENTION_EXCHANGE)
 def to_sequence(x_BSHD: Tensor, heads: tuple[int, ...], shard: SequenceShard, phase: str = "layer") -> Tensor:
     """Head shards back to sequence shards: ``[B, S, H_r, D]`` to ``[B, T, H, D]``, with H_r of each rank in `heads`."""
     layout = _to_sequence_layout(heads, shard.sizes, shard.rank, x_BSHD.size(0), x_BSHD.size(3))
-    return all_to_all([x_BSHD], layout, shard.group, shard.mark(phase))[0]
+    return all_to_all([shard.layout.by_rank(x_BSHD, 1)], layout, shard.group, shard.track(phase))[0]

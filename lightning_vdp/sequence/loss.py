@@ -52,7 +52,7 @@ def sharded_causal_loss(
         return functional.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")
 
     sums = by_chunks(cross_entropy, logits.reshape(-1, vocab_size), targets.reshape(-1))
-    summed = all_reduce(torch.stack(sums).sum(), call.shard.group, call.shard.mark("loss"))
+    summed = all_reduce(torch.stack(sums).sum(), call.shard.group, call.shard.track("loss"))
     if num_items_in_batch is not None:
         return summed / num_items_in_batch
     if call.settings.loss_tokens == "global":

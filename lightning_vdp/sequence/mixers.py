@@ -141,7 +141,7 @@ def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module
             f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
             "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
         )
-    call.attended[self] += 1
+    call.mixed[self] += 1
     return output
 
 
@@ -164,7 +164,7 @@ def _run_gathered(parameters: Parameters, self: nn.Module, *args: Any, **kwargs:
     first = next(iter(arguments))
     arguments[first] = gather_sequence(arguments[first], call.shard)
     output = type(self).forward(self, **arguments)
-    call.attended[self] += 1
+    call.mixed[self] += 1
     if isinstance(output, tuple):
         return (shard_sequence(output[0], call.shard), *output[1:])
     return shard_sequence(output, call.shard)

@@ -67,7 +67,7 @@ def ulysses_attention(
             f"{type(module).__name__} attends over {sorted(set(lengths))} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
-    call.attended[module] += 1
+    call.mixed[module] += 1
     splits = head_splits(query.size(1), key.size(1), len(shard.sizes))
     heads = (splits.query, splits.key_value, splits.key_value)
     known = vars(module)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.collectives import all_gather, all_to_all
 from lightning_vdp.run.regions import EXCHANGE, region
-from lightning_vdp.run.watch import Mark, unmarked
+from lightning_vdp.run.watch import Track, untracked
 from lightning_vdp.vision.routes import Routes, WholeNumbers
 
 __all__ = ["gather_features", "received_rows", "route_features"]
@@ -17,7 +17,7 @@ __all__ = ["gather_features", "received_rows", "route_features"]
 
 @region(EXCHANGE)
 def gather_features(
-    levels: Sequence[Tensor], plan: UnitPlan, group: dist.ProcessGroup, mark: Mark = unmarked
+    levels: Sequence[Tensor], plan: UnitPlan, group: dist.ProcessGroup, track: Track = untracked
 ) -> list[list[Tensor]]:
     """Gives every rank of the group the features of every unit, all levels in one exchange.
 
@@ -26,13 +26,13 @@ def gather_features(
             and one for each deepstack level.
         plan: Owners and rows of all units.
         group: The sequence group.
-        mark: Says who watches.
+        track: Tells the watch that this rank is in the collective.
 
     Returns:
         For each level, one tensor ``[rows of the unit, width]`` for each unit, in the batch's order.
     """
     widths = [level.shape[1] for level in levels]
-    gathered = all_gather(_side_by_side(levels), plan.rows_per_rank, group, mark)
+    gathered = all_gather(_side_by_side(levels), plan.rows_per_rank, group, track)
     assert plan.rows is not None, "the rows of units are not known yet"
     order = plan.gathered_order
     result = []
@@ -44,7 +44,7 @@ def gather_features(
 
 @region(EXCHANGE)
 def route_features(
-    levels: Sequence[Tensor], routes: Routes, group: dist.ProcessGroup, mark: Mark = unmarked
+    levels: Sequence[Tensor], routes: Routes, group: dist.ProcessGroup, track: Track = untracked
 ) -> list[list[Tensor]]:
     """Gives each rank the features whose placeholders are in its shard, all levels in one exchange.
 
@@ -52,13 +52,13 @@ def route_features(
         levels: As for `gather_features`.
         routes: This rank's routes.
         group: The sequence group.
-        mark: Says who watches.
+        track: Tells the watch that this rank is in the collective.
 
     Returns:
         For each level, one tensor ``[rows of the shard, width]`` in the order of the placeholders, in a list of its own.
     """
     rows = _side_by_side(levels)
-    (routed,) = all_to_all([rows], _RoutedRows(routes, rows.shape[1], rows.device), group, mark)
+    (routed,) = all_to_all([rows], _RoutedRows(routes, rows.shape[1], rows.device), group, track)
     return [[level] for level in routed.split([level.shape[1] for level in levels], dim=1)]
 
 

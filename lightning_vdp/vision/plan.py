@@ -1,14 +1,15 @@
 """From a forward's arguments to plans: what its units are, who owns them and where their features go."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from lightning_vdp.batch.contents import VisionContents, to_numbers
 from lightning_vdp.batch.host_copies import host_copy
-from lightning_vdp.batch.validate import counts_of, grids_of
 from lightning_vdp.call.call import ForwardCall
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.families.facts import Facts
@@ -22,7 +23,7 @@ __all__ = [
     "UnitDraft",
     "assign_units",
     "cheapest",
-    "describe_nothing_to_encode",
+    "find_nothing_to_encode",
     "list_units",
     "route_units",
     "working_units",
@@ -46,20 +47,20 @@ class UnitDraft:
     frames: tuple[int, ...] = ()
 
 
-def list_units(modality: Modality, arguments: Mapping[str, Any], config: Any, facts: Facts) -> UnitDraft:
-    """Lists the units of one modality, from checked arguments of a forward that has its pixels.
+def list_units(modality: Modality, contents: VisionContents, config: Any, facts: Facts) -> UnitDraft:
+    """Lists the units of one modality.
 
     Args:
-        modality: The modality.
-        arguments: The forward's arguments by name.
+        modality: Images or videos.
+        contents: What the batch says of it.
         config: The model's config.
-        facts: Facts about the model type.
+        facts: What is known about the model's type.
     """
-    if modality.counts is not None and arguments.get(modality.counts) is not None:
-        return UnitDraft(tuple(counts_of(arguments[modality.counts])), None)
-    if modality.grid is None:
-        return UnitDraft((1,) * arguments[modality.pixels].shape[: facts.unit_dims].numel(), None)
-    grids = grids_of(arguments, modality)
+    if contents.counts is not None:
+        return UnitDraft(contents.counts, None)
+    if contents.grids is None:
+        return UnitDraft((1,) * math.prod(contents.shape[: facts.unit_dims]), None)
+    grids: Sequence[Sequence[int]] = contents.grids
     frames: tuple[int, ...] = ()
     if modality.name == "video" and facts.splits_frames and any(time > 1 for time, _, _ in grids):
         frames = tuple(time for time, _, _ in grids)
@@ -132,7 +133,7 @@ def working_units(
     """
     for name, counts in facts.ragged.items():
         if arguments.get(name) is not None:
-            return [unit for unit, count in enumerate(counts_of(arguments[counts])) if count]
+            return [unit for unit, count in enumerate(to_numbers(arguments[counts])) if count]
     if facts.unit_dims == 1 or ids is None or ids.shape[0] == 1:
         return None
     # rows are padded with empty images behind their own
@@ -152,7 +153,7 @@ def cheapest(costs: Sequence[int], working: Sequence[int] | None) -> int:
     return min(working or range(len(costs)), key=costs.__getitem__)
 
 
-def describe_nothing_to_encode(
+def find_nothing_to_encode(
     modality: Modality, arguments: Mapping[str, Any], draft: UnitDraft, facts: Facts, replicas: int
 ) -> str | None:
     """Looks for batches in which no unit makes the tower do all that it does in those of other replicas.
@@ -187,7 +188,7 @@ def route_units(modality: Modality, ids: Tensor, call: ForwardCall) -> Routes:
     """
     assert modality.token is not None, "features without a placeholder token are not routed"
     columns = (host_copy(ids).numpy() == modality.token).nonzero()[1]
-    return plan_routes(columns, call.plans[modality.name], call.shard.sizes, call.shard.rank)
+    return plan_routes(call.shard.layout.owners(columns), call.plans[modality.name], call.shard.rank)
 
 
 def split_frames(grids: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,7 +3,6 @@
 Arrays here hold whole numbers on the host: batches have tens of thousands of rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ class Routes:
     Args:
         send_order: Indices into the rank's own rows, ordered by destination, shape ``[own rows]``.
         send_counts: Rows for each destination.
-        receive_order: Indices into the received rows, ordered by position in the sequence, shape ``[needed rows]``.
+        receive_order: Indices into the received rows, in the order of their placeholders, shape ``[needed rows]``.
         receive_counts: Rows from each source.
     """
 
@@ -33,21 +32,20 @@ class Routes:
     receive_counts: tuple[int, ...]
 
 
-def plan_routes(columns: WholeNumbers, plan: UnitPlan, sizes: Sequence[int], rank: int) -> Routes:
+def plan_routes(destinations: WholeNumbers, plan: UnitPlan, rank: int) -> Routes:
     """Finds the routes of one rank.
 
     Args:
-        columns: Sequence position of each placeholder, in the order in which features fill them, shape ``[rows]``.
+        destinations: The rank that owns each placeholder's position, in the order in which features fill them, shape
+            ``[rows]``.
         plan: Owners and rows of all units; as many rows as placeholders.
-        sizes: Positions of each rank's shard.
         rank: The rank in its sequence group.
     """
-    ranks = len(sizes)
-    destination = np.cumsum(sizes).searchsorted(columns, side="right")
+    ranks = plan.ranks
     assert plan.rows is not None, "the rows of units are not known yet"
-    owner = np.repeat(np.array(plan.owners), plan.rows)
-    sent = destination[owner == rank]
-    sources = owner[destination == rank]
+    owners = np.repeat(np.array(plan.owners), plan.rows)
+    sent = destinations[owners == rank]
+    sources = owners[destinations == rank]
     by_source = sources.argsort(kind="stable")
     receive_order = np.empty_like(by_source)
     receive_order[by_source] = np.arange(len(by_source))

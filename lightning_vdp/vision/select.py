@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vdp.batch.contents import to_numbers
 from lightning_vdp.batch.host_copies import host_copy
-from lightning_vdp.batch.validate import counts_of
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.families.facts import Facts
 from lightning_vdp.families.family import Modality
@@ -51,7 +51,7 @@ def select_units(
         if not isinstance(value, Tensor) or name in (modality.pixels, modality.grid):
             continue
         if name in facts.ragged:
-            selected[name] = _pick(value, units, counts_of(arguments[facts.ragged[name]]))
+            selected[name] = _pick(value, units, to_numbers(arguments[facts.ragged[name]]))
         elif modality.counts not in (None, name) and value.shape[:1].numel() == sum(plan.sizes):
             selected[name] = _pick(value, units, plan.sizes)
         elif value.shape[: facts.unit_dims].numel() == count and value.dim() >= facts.unit_dims:

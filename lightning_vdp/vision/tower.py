@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vdp.batch.validate import count_placeholders
+from lightning_vdp.batch.contents import count_placeholders
 from lightning_vdp.call.arguments import parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall, call_of
 from lightning_vdp.call.header import exchange_headers
-from lightning_vdp.call.randomness import OwnRandomness
+from lightning_vdp.call.randomness import RankRandomness
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.errors import StepError, UnsupportedError
 from lightning_vdp.families.facts import Facts
@@ -100,9 +100,9 @@ def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCal
         assert call.ids is not None
         routes = route_units(modality, call.ids, call)
     if routes is None:
-        exchanged = gather_features(levels, plan, call.shard.group, call.shard.mark("exchange"))
+        exchanged = gather_features(levels, plan, call.shard.group, call.shard.track("exchange"))
     else:
-        exchanged = route_features(levels, routes, call.shard.group, call.shard.mark("exchange"))
+        exchanged = route_features(levels, routes, call.shard.group, call.shard.track("exchange"))
     row_bytes = sum(level.shape[1] * level.element_size() for level in levels)
     _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
     units, *deepstack = exchanged
@@ -135,7 +135,7 @@ def _like(features: Any, units: list[Tensor]) -> Any:
 def _tower(call: ForwardCall, modality: Modality) -> Iterator[None]:
     """Around a run of the tower on images of this rank's own."""
     place = f"tower ({modality.name}s)"
-    with call.mesh.watch.phase(place), OwnRandomness(place, call.mesh.rank, call.device):
+    with call.mesh.watch.phase(place), RankRandomness(place, call.mesh.rank, call.device):
         yield
 
 
@@ -213,7 +213,7 @@ def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[
         StepError: If some replica's placeholders are not as many as its features; the same on every rank.
     """
     expected: list[int] = []
-    if modality is not None and call.ids is not None and call.counted:
+    if modality is not None and call.ids is not None and call.counts_placeholders:
         expected = [count_placeholders(call.ids, modality)]
     header = {"rows": measured, "placeholders": expected}
     headers = exchange_headers(call.mesh, header).wait()
@@ -303,7 +303,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: 
             assert call.base is not None
             with _tower(call, modality):
                 _, levels = _dummy(_own(call.base, modality), call, modality, {})
-            call.loose_ends += [level for level in levels if level.requires_grad]
+            call.dummy_outputs += [level for level in levels if level.requires_grad]
         if agree and not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])
 
@@ -317,9 +317,8 @@ def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = call_of(ids)
     if ids is None or call is None or not call.routed:
         return own(**arguments)
-    start, stop = call.shard.start, call.shard.start + call.shard.size
     inside = ids.clone()
-    for outside in (inside[:, :start], inside[:, stop:]):
+    for outside in [inside[:, positions] for positions in call.shard.layout.outside(call.shard.rank)]:
         for modality in call.present:
             assert modality.token is not None, "features without a placeholder token are not routed"
             # other tokens stay: some models look for what begins and ends a video
