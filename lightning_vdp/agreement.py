@@ -15,11 +15,11 @@ __all__ = ["gather_numbers", "gather_texts", "raise_problems", "raise_together"]
 _REASON = 1024
 
 
-def gather_texts(mesh: SequenceMesh, own: str | None) -> list[str | None]:
+def gather_texts(mesh: SequenceMesh, text: str | None) -> list[str | None]:
     """One text of each rank of the world or None, by rank; as numbers: nothing that is received is ever unpickled."""
-    text = ("" if own is None else own).encode()[:_REASON]
+    encoded = ("" if text is None else text).encode()[:_REASON]
     mine = torch.zeros(_REASON, dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     mine = mine.to(mesh.header_device)
     everyone = mine.new_empty(mesh.world_size * _REASON)
     dist.all_gather_single(everyone, mine, group=mesh.header_group)

@@ -370,10 +370,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         loop = self.lightning_module.trainer.predict_loop
         loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
         loader = loaders[indices[1] if len(indices) > 1 else 0] if loaders else None
-        if not isinstance(loader, AgreedLoader) or loader.own is None:
+        if not isinstance(loader, AgreedLoader) or loader.batches_before_end is None:
             return False
         # a step that does not take the index: where lengths are known, nothing is fetched in advance
-        return indices[0] >= loader.own if indices else sized_len(loader) is not None
+        return indices[0] >= loader.batches_before_end if indices else sized_len(loader) is not None
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

@@ -33,7 +33,7 @@ class AgreedLoader:
         StepError: While it is read, if another rank cannot read a batch, or one has none to repeat.
 
     Attributes:
-        own: How many batches this rank has itself, as soon as it has run out before others.
+        batches_before_end: How many batches this rank has itself, as soon as it has run out before others.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AgreedLoader:
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.loader = loader
-        self.own: int | None = None
+        self.batches_before_end: int | None = None
         self._mesh = mesh
         self._until_last = until_last
         self._is_stopped = is_stopped
@@ -82,11 +82,11 @@ class AgreedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         iterator: Iterator[Any] | None = None
-        self.own = None
+        self.batches_before_end = None
         last: Any = None
         for number in count():
             state, fetched = _END, None
-            if self.own is None:
+            if self.batches_before_end is None:
                 iterator, state, fetched = _next(iterator, self.loader)
             # a rank that failed since its last step is missed here first
             with self._mesh.watch.step("fetch"):
@@ -113,18 +113,18 @@ class AgreedLoader:
             last = fetched
             yield fetched
 
-    def _raise_broken(self, own: Any, number: int) -> None:
+    def _raise_broken(self, error: Exception | None, number: int) -> None:
         """Raises this rank's own error where it has one, and elsewhere which ranks had what."""
         stage, step = self._mesh.watch.locate()
-        problems = gather_texts(self._mesh, None if own is None else f"{type(own).__name__}: {own}")
-        if own is not None:
-            raise own
+        problems = gather_texts(self._mesh, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
         rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
         raise StepError(f"Rank {rank} failed at {stage} step {step}, reading batch {number}, between steps: {problem}")
 
     def _repeat(self, last: Any, number: int) -> Any:
-        if self.own is None:
-            self.own = number
+        if self.batches_before_end is None:
+            self.batches_before_end = number
         seen = getattr(getattr(self.loader, "batch_sampler", None), "seen_batch_indices", None)
         if seen is not None:
             # of a prediction writer: these predictions belong to no sample

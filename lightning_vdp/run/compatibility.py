@@ -17,7 +17,7 @@ def check_overrides(cls: type) -> None:
         UnsupportedError: If a base has no such method.
     """
     for own in cls.__mro__:
-        if not own.__module__.startswith(__package__):
+        if not own.__module__.startswith(__package__.partition(".")[0]):
             continue
         bases = own.__mro__[1:]
         for name, member in vars(own).items():

@@ -1,6 +1,7 @@
 """Watching the ranks of a run: who waits where for how long, and telling the others when one fails.
 
-What a rank is doing is noted in well under a microsecond. A thread looks at the note now and then; ranks write to the store of the process group only once one of them waits for long or fails.
+What a rank is doing is noted in well under a microsecond. A thread looks at the note now and then; ranks write to the
+store of the process group only once one of them waits for long or fails.
 """
 
 import json
@@ -317,8 +318,8 @@ def _main_line() -> str:
     if frame is None:
         return "at an unknown line"
     frames = traceback.extract_stack(frame)
-    own = next((entry for entry in reversed(frames) if "/torch/" not in entry.filename), frames[-1])
-    return f"{own.filename}:{own.lineno} in {own.name}"
+    outermost = next((entry for entry in reversed(frames) if "/torch/" not in entry.filename), frames[-1])
+    return f"{outermost.filename}:{outermost.lineno} in {outermost.name}"
 
 
 def run_store(run: int) -> Any:

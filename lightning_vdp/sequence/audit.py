@@ -14,7 +14,7 @@ _WITHOUT_MIXING = frozenset({"mlp", "moe"})
 
 
 class Audit:
-    """Checks that each layer's attention, or what mixes tokens in its place, ran divided exactly once.
+    """Checks that each layer's attention, or what mixes tokens in its place, ran divided as often as the layout of shards says.
 
     Args:
         layers: The decoder's layers.
@@ -32,7 +32,7 @@ class Audit:
         self._mixers = [mixer for mixer in mixers if mixer in self._layer_of]
 
     def unmixed(self, call: ForwardCall) -> list[str]:
-        """Describes the layers that did not run as they should in a forward."""
+        """The layers that did not run as they should in a forward, each in words."""
         times: dict[int, list[int]] = {index: [] for index in self._layers}
         for part, count in call.mixed.items():
             if part in self._layer_of:
@@ -40,8 +40,10 @@ class Audit:
         for mixer in self._mixers:
             if mixer not in call.mixed:
                 times[self._layer_of[mixer]].append(0)
-        return [
-            f"layer {index} ({type(self._layers[index]).__name__}): {next((count for count in counts if count != 1), 0)} times"
-            for index, counts in times.items()
-            if not counts or any(count != 1 for count in counts)
-        ]
+        expected = call.shard.layout.mixing_runs
+        problems = []
+        for index, counts in times.items():
+            wrong = [count for count in counts or [0] if count != expected]
+            if wrong:
+                problems.append(f"layer {index} ({type(self._layers[index]).__name__}): {wrong[0]} times")
+        return problems

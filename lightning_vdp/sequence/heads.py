@@ -114,7 +114,9 @@ def _are_even(heads: Sequence[range]) -> bool:
 
 
 class _ToHeads:
-    """Tensors ``[B, H, T, D]`` of one width to ``[B, H_r, S, D]``, rank by rank; what is sent to a rank lies as ``[H_r, B, T, D]``.
+    """Tensors ``[B, H, T, D]`` of one width to ``[B, H_r, S, D]``, rank by rank.
+
+    What is sent to a rank lies as ``[H_r, B, T, D]``.
 
     Args:
         heads: For each tensor, the run of heads that goes to each rank.
@@ -218,9 +220,9 @@ class _ToSequence:
 
     def __init__(self, heads: tuple[int, ...], sizes: tuple[int, ...], rank: int, batch: int, width: int) -> None:
         self._heads, self._batch, self._width = heads, batch, width
-        self._own, self._positions, self._length = heads[rank], sizes[rank], sum(sizes)
+        self._local_heads, self._positions, self._length = heads[rank], sizes[rank], sum(sizes)
         self._even = len(set(heads)) == 1
-        self.input_sizes = [batch * size * self._own * width for size in sizes]
+        self.input_sizes = [batch * size * self._local_heads * width for size in sizes]
         self.output_sizes = [batch * self._positions * count * width for count in heads]
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -229,7 +231,7 @@ class _ToSequence:
     def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
         batch, positions, width = self._batch, self._positions, self._width
         if self._even:
-            blocks = flat.view(len(self._heads), positions, batch, self._own, width)
+            blocks = flat.view(len(self._heads), positions, batch, self._local_heads, width)
             return (blocks.permute(2, 1, 0, 3, 4).reshape(batch, positions, -1, width),)
         chunks = [
             part.view(positions, batch, count, width).transpose(0, 1)
@@ -240,12 +242,12 @@ class _ToSequence:
     def unpack_adjoint(self, gradients: Sequence[Tensor]) -> Tensor:
         gradient = gradients[0]
         if self._even:
-            shape = (self._batch, self._positions, len(self._heads), self._own, self._width)
+            shape = (self._batch, self._positions, len(self._heads), self._local_heads, self._width)
             return gradient.view(shape).permute(2, 1, 0, 3, 4).reshape(-1)
         return torch.cat([part.transpose(0, 1).reshape(-1) for part in gradient.split(self._heads, 2)])
 
     def pack_adjoint(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return (flat.view(self._length, self._batch, self._own, self._width).transpose(0, 1),)
+        return (flat.view(self._length, self._batch, self._local_heads, self._width).transpose(0, 1),)
 
 
 # pure plans, the same for all layers of a forward

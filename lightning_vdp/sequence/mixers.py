@@ -35,9 +35,9 @@ def _by_channel(
 ) -> Tensor:
     """A depthwise causal convolution over positions: any division of its channels is exact."""
     channels = runs(x_BCT.shape[1], len(call.shard.sizes))
-    own = slice(channels[call.shard.rank].start, channels[call.shard.rank].stop)
+    local = slice(channels[call.shard.rank].start, channels[call.shard.rank].stop)
     (x_BCS1,) = to_heads([x_BCT.unsqueeze(-1)], [channels], call.shard)
-    y_BCS = function(x_BCS1.squeeze(-1), weight[own], None if bias is None else bias[own], **kwargs)
+    y_BCS = function(x_BCS1.squeeze(-1), weight[local], None if bias is None else bias[local], **kwargs)
     y_BTC1 = to_sequence(y_BCS.transpose(1, 2).unsqueeze(-1), tuple(map(len, channels)), call.shard)
     return y_BTC1.squeeze(-1).transpose(1, 2)
 
@@ -114,7 +114,7 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
 
 def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call: ForwardCall | None = kwargs.get(CALL)
-    own = inspect.unwrap(type(self).forward)
+    original = inspect.unwrap(type(self).forward)
     if call is None or call.whole:
         return type(self).forward(self, *args, **kwargs)
     arguments = parameters.by_name(self, args, kwargs)
@@ -128,13 +128,13 @@ def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module
     def divided(name: str) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
             used.add(name)
-            return _DIVIDED[name](own.__globals__[name], call, *args, **kwargs)
+            return _DIVIDED[name](original.__globals__[name], call, *args, **kwargs)
 
         return function
 
-    replaced = {**own.__globals__, **{name: divided(name) for name in names}}
-    forward = FunctionType(own.__code__, replaced, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    replaced = {**original.__globals__, **{name: divided(name) for name in names}}
+    forward = FunctionType(original.__code__, replaced, original.__name__, original.__defaults__, original.__closure__)
+    forward.__kwdefaults__ = original.__kwdefaults__
     output = forward(self, **arguments)
     if used != set(names):
         raise UnsupportedError(

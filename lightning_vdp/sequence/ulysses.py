@@ -77,7 +77,7 @@ def ulysses_attention(
     groups = mine.groups
     if groups is None:
         key, value, groups = pick_heads(key, mine.reads, 1), pick_heads(value, mine.reads, 1), 1
-    own_heads = slice(mine.query.start, mine.query.stop)
+    local_heads = slice(mine.query.start, mine.query.stop)
     # what an attention function reads off the module, as it is for this rank's heads
     changed: dict[str, Any] = {}
     if known.get("num_key_value_groups", groups) != groups:
@@ -85,14 +85,14 @@ def ulysses_attention(
     # a weight, or what FSDP puts in its place
     sinks = known.get("sinks", module._parameters.get("sinks"))
     if sinks is not None:
-        changed["sinks"] = sinks[own_heads]
+        changed["sinks"] = sinks[local_heads]
     seen: Any = _ModuleView(module, **changed) if changed else module
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-        attention_mask = attention_mask[:, own_heads]
+        attention_mask = attention_mask[:, local_heads]
     if "position_ids" in kwargs:
         kwargs["position_ids"] = call.whole_of(kwargs["position_ids"])
     if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = kwargs["s_aux"][own_heads]
+        kwargs["s_aux"] = kwargs["s_aux"][local_heads]
     output, _ = function(seen, query, key, value, attention_mask, **kwargs)
     return to_sequence(output, splits.counts, shard, phase), None
 
@@ -117,7 +117,7 @@ class _AttentionDispatcher:
     def __init__(self) -> None:
         self.users = 0
         self._before: Any = None
-        self._own: Any = None
+        self._installed: Any = None
 
     def acquire(self) -> None:
         """Installs the dispatcher for one more user.
@@ -143,12 +143,12 @@ class _AttentionDispatcher:
             return _dispatching(lookup(*args, **kwargs))
 
         self._before = vars(ALL_ATTENTION_FUNCTIONS).get("get_interface")
-        self._own = vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+        self._installed = vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
 
     def release(self) -> None:
         """Takes the dispatcher out with its last user."""
         self.users -= 1
-        if self.users or vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is not self._own:
+        if self.users or vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is not self._installed:
             # still in use, or somebody wrapped it since, for whom it stays and does nothing
             return
         del vars(ALL_ATTENTION_FUNCTIONS)["get_interface"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,20 @@ from lightning_vdp.call.arguments import parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall, call_of
 from lightning_vdp.call.header import exchange_headers
 from lightning_vdp.call.randomness import RankRandomness
-from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.errors import StepError, UnsupportedError
-from lightning_vdp.families.facts import Facts
 from lightning_vdp.families.family import Modality
 from lightning_vdp.families.find import smallest_unit
 from lightning_vdp.run.regions import TOWER, region
 from lightning_vdp.vision.assign import loads
 from lightning_vdp.vision.exchange import gather_features, received_rows, route_features
 from lightning_vdp.vision.monitor import Stopwatch, VisionLoad
+from lightning_vdp.vision.outputs import (
+    count_rows,
+    count_rows_of_last,
+    count_rows_of_units,
+    feature_levels,
+    with_features,
+)
 from lightning_vdp.vision.plan import cheapest, route_units, working_units
 from lightning_vdp.vision.select import build_unit, select_units
 
@@ -35,100 +39,115 @@ def divided_features(modality: Modality) -> Callable[..., Any]:
     return functools.partial(_features, modality)
 
 
-def _own(base: nn.Module, modality: Modality) -> functools.partial[Any]:
+def _original(base: nn.Module, modality: Modality) -> functools.partial[Any]:
     """The model's own method, under the stand-in on the instance."""
     return functools.partial(getattr(type(base), modality.features), base)
 
 
 @region(TOWER)
-def _run(own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    return own(**arguments)
+def _run(encode: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    return encode(**arguments)
 
 
 def _features(modality: Modality, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop(CALL, None)
-    own = _own(self, modality)
-    arguments = parameters_of(own.func).by_name(self, args, kwargs)
+    encode = _original(self, modality)
+    arguments = parameters_of(encode.func).by_name(self, args, kwargs)
     # on the pixels, since some models do not hand keyword arguments on
     carried = [call_of(arguments.get(name)) for name in (modality.pixels, modality.grid) if name is not None]
     call = next((each for each in carried if each is not None), None)
     if call is None:
-        return own(*args, **kwargs)
+        return encode(*args, **kwargs)
     run_absent_towers(call, before=modality)
     call.pending.remove(modality)
-    return _divide(own, arguments, call, modality)
+    return _divide(encode, arguments, call, modality)
 
 
-def _divide(own: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality) -> Any:
-    plan, facts = call.plans[modality.name], call.family.facts
-    watch = Stopwatch(call.device)
+def _divide(encode: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality) -> Any:
+    """Encodes this rank's units and exchanges their features."""
+    clock = Stopwatch(call.device)
     if call.encodes_all:
-        # without the call: a model may encode videos by way of its method for images
-        plain = {name: arguments[name].view_as(arguments[name]) for name in modality.carriers(facts)}
-        with call.mesh.watch.phase(f"tower ({modality.name}s)"):
-            outputs = _run(own, {**arguments, **plain})
-        if not facts.merged_rows:
-            _agree_on_rows(call, modality, [_total_rows(outputs)] if call.shard.rank == 0 else [])
-        watch.stop()
-        _report(call, modality, plan, list(range(len(plan.sizes))), 0, watch)
-        return outputs
-    owned = plan.owned(call.shard.rank)
-    working = working_units(modality, arguments, call.ids, len(plan.sizes), facts)
-    # beside units that make the tower do less, one that does not, whose features are dropped
-    beside = working[:1] if owned and working and not set(working).intersection(owned) else []
-    with _tower(call, modality):
-        if owned:
-            outputs = _run(own, select_units(arguments, [*owned, *beside], plan, modality, facts))
-            levels = _levels(outputs)
-        else:
-            outputs, levels = _dummy(own, call, modality, arguments, working)
-    watch.stop()
-    dropped = _rows_of_the_last(outputs, facts) if beside else 0
-    levels = [level[: level.shape[0] - dropped] for level in levels] if dropped else levels
+        return _encode_all(encode, arguments, call, modality, clock)
+    share = _encode_share(encode, arguments, call, modality)
+    clock.stop()
+    plan = call.plans[modality.name]
     if plan.rows is None:
-        measured: list[int] = []
-        if owned:
-            measured = _rows_of_units(outputs, [plan.sizes[unit] for unit in [*owned, *beside]], facts)
-            if beside:
-                # where the output does not tell units apart, all rows stand with the first
-                measured = measured[:-1] if facts.listed else [measured[0] - dropped, *measured[1:-1]]
-        rows = _agree_on_rows(call, modality, measured)
+        rows = _agree_on_rows(call, modality, share.rows)
         plan = call.plans[modality.name] = dataclasses.replace(plan, rows=rows)
-    _check_rows(levels, plan.rows_per_rank[call.shard.rank], modality)
+    _check_rows(share.levels, plan.rows_per_rank[call.shard.rank], modality)
+    group, track = call.shard.group, call.shard.track("exchange")
     routes = None
     if call.routed:
         assert call.ids is not None
         routes = route_units(modality, call.ids, call)
-    if routes is None:
-        exchanged = gather_features(levels, plan, call.shard.group, call.shard.track("exchange"))
+        exchanged = route_features(share.levels, routes, group, track)
     else:
-        exchanged = route_features(levels, routes, call.shard.group, call.shard.track("exchange"))
-    row_bytes = sum(level.shape[1] * level.element_size() for level in levels)
-    _report(call, modality, plan, owned, received_rows(plan, routes, call.shard.rank) * row_bytes, watch)
-    units, *deepstack = exchanged
-    # without the other fields, which describe this rank's units alone and would keep their activations
-    field = _field(outputs)
-    fields = {field: _like(getattr(outputs, field), units)}
-    return type(outputs)(**fields, **({"deepstack_features": deepstack} if deepstack else {}))
+        exchanged = gather_features(share.levels, plan, group, track)
+    row_bytes = sum(level.shape[1] * level.element_size() for level in share.levels)
+    received = received_rows(plan, routes, call.shard.rank) * row_bytes
+    _report(call, modality, plan.owned(call.shard.rank), received, clock)
+    return with_features(share.outputs, exchanged)
 
 
-def _field(outputs: Any) -> str:
-    """Where a model leaves its features."""
-    return "last_hidden_state" if getattr(outputs, "pooler_output", None) is None else "pooler_output"
+def _encode_all(
+    encode: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality, clock: Stopwatch
+) -> Any:
+    # without the call: a model may encode videos by way of its method for images
+    plain = {name: arguments[name].view_as(arguments[name]) for name in modality.carriers(call.family.facts)}
+    with call.mesh.watch.phase(f"tower ({modality.name}s)"):
+        outputs = _run(encode, {**arguments, **plain})
+    if not call.family.facts.merged_rows:
+        _agree_on_rows(call, modality, [count_rows(outputs)] if call.shard.rank == 0 else [])
+    clock.stop()
+    _report(call, modality, list(range(len(call.plans[modality.name].sizes))), 0, clock)
+    return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What encoding this rank's units gave.
+
+    Args:
+        outputs: What the model returned.
+        levels: Its features and those of its deepstack levels, each ``[rows, width]``.
+        rows: Rows of features of each unit, where they are measured.
+    """
+
+    outputs: Any
+    levels: list[Tensor]
+    rows: list[int]
+
+
+def _encode_share(
+    encode: Callable[..., Any], arguments: dict[str, Any], call: ForwardCall, modality: Modality
+) -> _Share:
+    plan, facts = call.plans[modality.name], call.family.facts
+    owned = plan.owned(call.shard.rank)
+    working = working_units(modality, arguments, call.ids, len(plan.sizes), facts)
+    # together with units that make the tower do less, one that does not, whose features are dropped
+    extra = working[:1] if owned and working and not set(working).intersection(owned) else []
+    with _tower(call, modality):
+        if not owned:
+            outputs, levels = _run_dummy(encode, call, modality, arguments, working)
+            return _Share(outputs, levels, [])
+        encoded = [*owned, *extra]
+        outputs = _run(encode, select_units(arguments, encoded, plan, modality, facts))
+    levels = feature_levels(outputs)
+    dropped = count_rows_of_last(outputs, facts) if extra else 0
+    if dropped:
+        levels = [level[: level.shape[0] - dropped] for level in levels]
+    if plan.rows is not None:
+        return _Share(outputs, levels, [])
+    rows = count_rows_of_units(outputs, [plan.sizes[unit] for unit in encoded], facts)
+    if extra:
+        # where the output does not tell units apart, all rows stand with the first
+        rows = rows[:-1] if facts.listed else [rows[0] - dropped, *rows[1:-1]]
+    return _Share(outputs, levels, rows)
 
 
 def _config(call: ForwardCall) -> Any:
     assert call.base is not None, "the decoder ran outside the forward of its base model"
     return call.base.config
-
-
-def _like(features: Any, units: list[Tensor]) -> Any:
-    """Features of all units in the form in which a model returns those of some: a list, or one tensor for all."""
-    if not isinstance(features, Tensor):
-        return units
-    if features.dim() == 2:
-        return torch.cat(units)
-    return torch.stack(units) if len({len(unit) for unit in units}) == 1 else torch.cat(units)[None]
 
 
 @contextmanager
@@ -139,63 +158,24 @@ def _tower(call: ForwardCall, modality: Modality) -> Iterator[None]:
         yield
 
 
-def _report(
-    call: ForwardCall, modality: Modality, plan: UnitPlan, encoded: list[int], received: int, watch: Stopwatch
-) -> None:
+def _report(call: ForwardCall, modality: Modality, encoded: list[int], received: int, clock: Stopwatch) -> None:
     if not call.observers:
         return
-    own = sum(plan.costs[unit] for unit in encoded)
-    divided = not call.encodes_all
+    plan = call.plans[modality.name]
+    if call.encodes_all:
+        costs = (sum(plan.costs[unit] for unit in encoded),) * plan.ranks
+    else:
+        costs = tuple(loads(plan.costs, plan.owners, plan.ranks))
     load = VisionLoad(
         modality=modality.name,
         units=len(encoded),
         patches=sum(plan.sizes[unit] for unit in encoded),
-        loads=tuple(loads(plan.costs, plan.owners, plan.ranks)) if divided else (own,) * plan.ranks,
+        loads=costs,
         bytes_received=received,
-        tower=watch,
+        tower=clock,
     )
     for observe in call.observers:
         observe(load)
-
-
-def _levels(outputs: Any) -> list[Tensor]:
-    """The tower's output and its deepstack levels, each as rows ``[rows, width]``."""
-    levels = [getattr(outputs, _field(outputs)), *(getattr(outputs, "deepstack_features", None) or [])]
-    return [
-        level.flatten(0, -2) if isinstance(level, Tensor) else torch.cat([unit.flatten(0, -2) for unit in level])
-        for level in levels
-    ]
-
-
-def _total_rows(outputs: Any) -> int:
-    features = getattr(outputs, _field(outputs))
-    return sum(part.shape[:-1].numel() for part in ([features] if isinstance(features, Tensor) else features))
-
-
-def _rows_of_units(outputs: Any, sizes: list[int], facts: Facts) -> list[int]:
-    """Rows of features of each unit that was encoded; where the output does not tell, all with the first one."""
-    features, total, patches = getattr(outputs, _field(outputs)), _total_rows(outputs), sum(sizes)
-    if facts.listed and isinstance(features, Tensor):
-        if features.dim() > 2 and len(features) == len(sizes):
-            return [features.shape[1:-1].numel()] * len(sizes)
-        if all(total * size % patches == 0 for size in sizes):
-            return [total * size // patches for size in sizes]
-    elif facts.listed:
-        rows = [unit.shape[:-1].numel() for unit in features]
-        if len(rows) == len(sizes):
-            return rows
-        if len(rows) == patches:
-            # a unit is a sample with several images
-            ends = list(itertools.accumulate(sizes, initial=0))
-            return [sum(rows[start:end]) for start, end in itertools.pairwise(ends)]
-    return [total, *[0] * (len(sizes) - 1)]
-
-
-def _rows_of_the_last(outputs: Any, facts: Facts) -> int:
-    if facts.listed:
-        return int(getattr(outputs, _field(outputs))[-1].shape[:-1].numel())
-    # images that are alike, as many as the tower has encoded
-    return int(_total_rows(outputs) // outputs.last_hidden_state.shape[0])
 
 
 def _agree_on_rows(call: ForwardCall, modality: Modality | None, measured: list[int]) -> tuple[int, ...]:
@@ -249,8 +229,8 @@ def _check_rows(levels: list[Tensor], expected: int, modality: Modality) -> None
         )
 
 
-def _dummy(
-    own: Callable[..., Any],
+def _run_dummy(
+    encode: Callable[..., Any],
     call: ForwardCall,
     modality: Modality,
     arguments: dict[str, Any],
@@ -266,8 +246,8 @@ def _dummy(
     else:
         unit = build_unit(_description(call, modality), modality, call.device)
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-    outputs = _run(own, {**plain, **unit, "return_dict": True})
-    return outputs, [level[:0] for level in _levels(outputs)]
+    outputs = _run(encode, {**plain, **unit, "return_dict": True})
+    return outputs, [level[:0] for level in feature_levels(outputs)]
 
 
 def _tiny_unit(call: ForwardCall, modality: Modality) -> dict[str, Tensor]:
@@ -302,7 +282,7 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: 
         if call.lockstep:
             assert call.base is not None
             with _tower(call, modality):
-                _, levels = _dummy(_own(call.base, modality), call, modality, {})
+                _, levels = _run_dummy(_original(call.base, modality), call, modality, {})
             call.dummy_outputs += [level for level in levels if level.requires_grad]
         if agree and not call.family.facts.merged_rows:
             _agree_on_rows(call, None, [])
@@ -311,16 +291,16 @@ def run_absent_towers(call: ForwardCall, before: Modality | None = None, agree: 
 def restricted_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `get_placeholder_mask`: where features were routed, it names only those of this rank's shard."""
     method = type(self).get_placeholder_mask
-    own = functools.partial(method, self)
+    original = functools.partial(method, self)
     arguments = parameters_of(method).by_name(self, args, kwargs)
     ids: Tensor | None = arguments.get("input_ids")
     call = call_of(ids)
     if ids is None or call is None or not call.routed:
-        return own(**arguments)
+        return original(**arguments)
     inside = ids.clone()
     for outside in [inside[:, positions] for positions in call.shard.layout.outside(call.shard.rank)]:
         for modality in call.present:
             assert modality.token is not None, "features without a placeholder token are not routed"
             # other tokens stay: some models look for what begins and ends a video
             outside.masked_fill_(outside.eq(modality.token), -1)
-    return own(**{**arguments, "input_ids": inside})
+    return original(**{**arguments, "input_ids": inside})
