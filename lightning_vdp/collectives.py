@@ -86,7 +86,7 @@ def all_to_all(
     Packing and unpacking belong to it, so that autograd sees one function rather than each view and copy.
 
     Args:
-        tensors: Of one dtype.
+        tensors: Tensors of one dtype.
         layout: How they lie in the buffers.
         group: The ranks that take part.
         track: Tells the watch that this rank is in the collective.

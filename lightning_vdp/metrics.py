@@ -48,7 +48,7 @@ class _TokenMetric(Metric):
 
         Args:
             logits: `outputs.logits`: of this rank's shard or of the whole sequence, shape ``[B, T, V]``.
-            labels: Of the whole sequence, not shifted, shape ``[B, S]``.
+            labels: Labels of the whole sequence, not shifted, shape ``[B, S]``.
             shard: `outputs.sequence_shard`, if the outputs have one.
 
         Raises:

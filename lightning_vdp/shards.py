@@ -102,7 +102,7 @@ class SequenceShard:
     Args:
         length: Positions of the whole sequence.
         group: The sequence group.
-        watch: Is told when this rank enters a collective; None where nobody watches.
+        watch: What is told when this rank enters a collective; None where nobody watches.
         layout: Which positions each rank owns. Default: one run for each rank.
     """
 
@@ -165,7 +165,7 @@ def shard_sequence(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
 
     Args:
         x: Whole-sequence tensor, `shard.length` long in `dim`.
-        shard: As found in `outputs.sequence_shard`.
+        shard: The shard, as found in `outputs.sequence_shard`.
         dim: Sequence dimension.
 
     Raises:
@@ -182,7 +182,7 @@ def gather_sequence(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
 
     Args:
         x: This rank's shard, `shard.size` long in `dim`.
-        shard: As found in `outputs.sequence_shard`.
+        shard: The shard, as found in `outputs.sequence_shard`.
         dim: Sequence dimension.
 
     Raises:
@@ -198,7 +198,7 @@ def sequence_mean(x: Tensor, shard: SequenceShard, dim: int = 1) -> Tensor:
 
     Args:
         x: This rank's shard, `shard.size` long in `dim`.
-        shard: As found in `outputs.sequence_shard`.
+        shard: The shard, as found in `outputs.sequence_shard`.
         dim: Sequence dimension, which the result lacks.
 
     Raises:

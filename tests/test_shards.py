@@ -1,5 +1,6 @@
 """Layouts of shards: what cuts and joins a sequence works for any of them, not for the contiguous one alone."""
 
+import itertools
 import os
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ def zigzag(length: int, ranks: int) -> ShardLayout:
     """Each rank owns a run of the first half and the one that mirrors it in the second."""
     sizes = even_sizes(length, 2 * ranks)
     ends = [sum(sizes[:index]) for index in range(2 * ranks + 1)]
-    runs = [range(start, stop) for start, stop in zip(ends, ends[1:])]
+    runs = list(itertools.starmap(range, itertools.pairwise(ends)))
     return ShardLayout([[runs[rank], runs[2 * ranks - 1 - rank]] for rank in range(ranks)])
 
 

@@ -21,7 +21,7 @@ class VisionContents:
     """What a batch says of one modality.
 
     Args:
-        shape: Of the pixel tensor of the whole batch.
+        shape: The shape of the whole batch's pixel tensor.
         grids: ``(time, height, width)`` in patches of each image or video; None where the family has no grids.
         counts: Rows of the pixels that each unit takes, where an argument says so.
     """

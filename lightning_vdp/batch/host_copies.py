@@ -57,7 +57,7 @@ def keep_host_copies(collected: Any, moved: Any, attribute: str = _HOST_COPY) ->
     Args:
         collected: What `host_tensors` returned before the move.
         moved: The batch after the move, of the same structure as far as it matters.
-        attribute: Where it is remembered.
+        attribute: The attribute of the moved tensor that remembers it.
     """
     if isinstance(collected, Tensor):
         if isinstance(moved, Tensor) and moved is not collected and not moved.is_inference():

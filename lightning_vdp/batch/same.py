@@ -93,7 +93,7 @@ def find_other_batches(
     """Compares the headers within each sequence group; the same on every rank of the world.
 
     Args:
-        headers: Of all ranks of the world.
+        headers: The headers of all ranks of the world.
         ranks: Size of a sequence group.
         family: Facts about the model.
         place: Stage and step, for the message.

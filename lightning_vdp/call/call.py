@@ -73,7 +73,7 @@ class ForwardCall:
         length: Positions of the whole sequence.
         plans: The plan of each modality in this rank's batch, by its name.
         headers: The step headers of the world, under way.
-        device: Where the batch is.
+        device: The device of the batch.
     """
 
     __slots__ = (

@@ -23,8 +23,8 @@ class RankRandomness:
 
     Args:
         place: What is computed; other places get other numbers.
-        rank: Of the world.
-        device: Where the batch is.
+        rank: This rank, in the world.
+        device: The device of the batch.
     """
 
     __slots__ = ("_before", "_device", "_salt", "_start")

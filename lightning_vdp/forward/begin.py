@@ -111,7 +111,7 @@ def start_call(
     Args:
         entry: The model's.
         config: The config of the module that was called.
-        arguments: Of the forward, by name.
+        arguments: The forward's arguments by name.
         purpose: What the forward is for.
         problem: What was found to be wrong already.
     """

@@ -45,7 +45,7 @@ def divide_models(
     """Makes forwards of the models run on the ranks of a sequence group together.
 
     Args:
-        models: As found by `find_models`.
+        models: The models, as found by `find_models`.
         mesh: The ranks. Models in groups of one rank are left as they are.
         settings: How to divide.
         undivided_towers: Towers whose weights FSDP does not divide, so that ranks need not run them alike.

@@ -56,7 +56,8 @@ def shorten(
     rows of features are measured.
 
     Args:
-        arguments: By name; without what only the loss needs they are returned as they are if they are short enough.
+        arguments: The arguments by name. Those that are short enough are returned as they are, without what only the loss
+            needs.
         family: Facts about the model.
         config: The model's config.
         ranks: Size of the sequence group.

@@ -23,9 +23,9 @@ def encoded_in_lockstep(start: Start, self: Any, inputs: Any, arguments: dict[st
     """Stands in for the method with which `generate` encodes images before its first forward.
 
     Args:
-        start: See `Start`.
+        start: What agrees with the other replicas on what is encoded; see `Start`.
         self: The model.
-        inputs: As transformers passes them.
+        inputs: The prompt, as transformers passes it.
         arguments: The model's arguments, pixels among them.
         *args: As transformers passes them.
     """
@@ -39,7 +39,7 @@ def undivided_inputs(start: Start, self: Any, *args: Any, **kwargs: Any) -> dict
     """Stands in for `prepare_inputs_for_generation`: the forward that follows is not divided.
 
     Args:
-        start: See `Start`.
+        start: What agrees with the other replicas on what is encoded; see `Start`.
         self: The model.
         *args: As transformers passes them.
         **kwargs: As transformers passes them.

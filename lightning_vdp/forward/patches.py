@@ -41,7 +41,7 @@ class Patches:
             instance: What to patch; other instances of the class stay as they are.
             name: What callers call it.
             function: Takes the instance first.
-            attribute: Where the class looks for an override. Default: the name.
+            attribute: The attribute where the class looks for an override. Default: the name.
 
         Raises:
             UnsupportedError: If the class has no such method, does not look there, or somebody patched this instance already.

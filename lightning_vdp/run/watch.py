@@ -63,7 +63,7 @@ class Watch:
     """What this rank is doing; from `start` to `stop` also what happens if it takes too long or fails.
 
     Args:
-        rank: Of the world.
+        rank: This rank, in the world.
         peers: Ranks of the sequence group.
         world_size: Number of ranks.
     """
@@ -175,9 +175,9 @@ class Watch:
         """Starts to look after this rank, until `stop`.
 
         Args:
-            store: Of the process group, under a prefix that no other run has.
+            store: The store of the process group, under a prefix that no other run has.
             warn_after_s: Seconds without progress inside a step after which every rank says where it is.
-            device: Whose unfinished work counts as waiting.
+            device: The device whose unfinished work counts as waiting.
         """
         self._store, self._warn_after_s, self._device = store, warn_after_s, device
         self._alarm, self._reported_at, self._failure, self._told = 0, 0.0, None, None

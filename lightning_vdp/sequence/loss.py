@@ -32,8 +32,8 @@ def sharded_causal_loss(
 
     Args:
         self: The model with the head.
-        logits: Of this rank's shard, shape ``[B, T, V]``.
-        labels: Of the whole sequence, shape ``[B, S]``; shifted before they are cut.
+        logits: Logits of this rank's shard, shape ``[B, T, V]``.
+        labels: Labels of the whole sequence, shape ``[B, S]``; shifted before they are cut.
         vocab_size: V.
         num_items_in_batch: What the sum is divided by. Default: the labels that count; a batch without any has loss 0.
         ignore_index: Label that does not count.

@@ -103,7 +103,7 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     """Makes the function that stands in for the forward of a token mixer.
 
     Args:
-        module: As found by `token_mixers`.
+        module: The mixer, as found by `token_mixers`.
     """
     forward = type(module).forward
     names = _names(module)

@@ -78,7 +78,7 @@ def token_log_probs(
 
     Args:
         logits: `outputs.logits`: of this rank's shard, shape ``[B, T, V]``.
-        labels: Of the whole sequence, not shifted, shape ``[B, S]``; -100 does not count.
+        labels: Labels of the whole sequence, not shifted, shape ``[B, S]``; -100 does not count.
         shard: `outputs.sequence_shard`; None where logits are whole.
         label_smoothing: Weight of the mean over the whole vocabulary, as in `torch.nn.functional.cross_entropy`.
 
@@ -95,9 +95,9 @@ def token_entropy(logits: Tensor, labels: Tensor, shard: SequenceShard | None = 
     """Entropy of the distribution that predicts each label, in nats.
 
     Args:
-        logits: As for `token_log_probs`.
-        labels: As for `token_log_probs`; only where they do not count matters.
-        shard: As for `token_log_probs`.
+        logits: `outputs.logits`, shape ``[B, T, V]``.
+        labels: Labels of the whole sequence, not shifted, shape ``[B, S]``; only where they do not count matters.
+        shard: `outputs.sequence_shard`; None where logits are whole.
 
     Returns:
         Float32, shape ``[B, S - 1]``; 0 where the label does not count.

@@ -50,7 +50,7 @@ def ulysses_attention(
         query: Shape ``[B, H, T, D]``, with rotary positions applied.
         key: Shape ``[B, H_kv, T, D]``.
         value: Shape ``[B, H_kv, T, D_v]``.
-        attention_mask: As the model made it for the whole sequence.
+        attention_mask: The mask that the model made for the whole sequence.
         call: The forward that this belongs to.
         **kwargs: Passed on.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 __all__ = ["TowerCost", "patches", "tower_cost"]
 
-Grid = Sequence[int]
+_Grid = Sequence[int]
 
 
-def patches(grids: Sequence[Grid]) -> list[int]:
+def patches(grids: Sequence[_Grid]) -> list[int]:
     """Patches of each unit, from its ``(time, height, width)`` in patches."""
     return [time * height * width for time, height, width in grids]
 
@@ -19,8 +19,8 @@ class TowerCost:
     """Multiply-adds of a tower as a function of a unit's grid.
 
     Args:
-        per_patch: Of the linear layers, for one patch, over all blocks.
-        per_pair: Of attention, for one pair of patches in a block.
+        per_patch: Multiply-adds of the linear layers, for one patch, over all blocks.
+        per_pair: Multiply-adds of attention, for one pair of patches in a block.
         full_blocks: Blocks in which every patch of a frame attends to every other.
         window_blocks: Blocks in which patches attend inside windows.
         window: Patches of a window.
@@ -32,7 +32,7 @@ class TowerCost:
     window_blocks: int = 0
     window: int = 0
 
-    def __call__(self, grids: Sequence[Grid]) -> list[int]:
+    def __call__(self, grids: Sequence[_Grid]) -> list[int]:
         """Cost of each unit."""
         costs = []
         for time, height, width in grids:

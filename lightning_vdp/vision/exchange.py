@@ -49,7 +49,7 @@ def route_features(
     """Gives each rank the features whose placeholders are in its shard, all levels in one exchange.
 
     Args:
-        levels: As for `gather_features`.
+        levels: Features of this rank's units; see `gather_features`.
         routes: This rank's routes.
         group: The sequence group.
         track: Tells the watch that this rank is in the collective.
@@ -86,8 +86,8 @@ class _RoutedRows:
 
     Args:
         routes: This rank's routes.
-        width: Of a row.
-        device: Of the rows.
+        width: Numbers in a row.
+        device: The device of the rows.
     """
 
     def __init__(self, routes: Routes, width: int, device: torch.device) -> None:

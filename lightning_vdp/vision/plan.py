@@ -119,11 +119,11 @@ def working_units(
 ) -> list[int] | None:
     """Units that make the tower do all it does for others: neither padding of a row nor images without tiles.
 
-    A rank that encodes none of them encodes one beside its own, so that all ranks run the tower equally often.
+    A rank that encodes none of them encodes one in addition, so that all ranks run the tower equally often.
 
     Args:
         modality: The modality.
-        arguments: Of the forward or of the features method, by name; checked.
+        arguments: Checked arguments of the forward or of the features method, by name.
         ids: Input ids of the batch, shape ``[B, S]``.
         units: Number of units.
         facts: Facts about the model type.
@@ -147,7 +147,7 @@ def cheapest(costs: Sequence[int], working: Sequence[int] | None) -> int:
     """The unit that a rank without any encodes in their place.
 
     Args:
-        costs: Of each unit.
+        costs: The predicted cost of each unit.
         working: What `working_units` returned.
     """
     return min(working or range(len(costs)), key=costs.__getitem__)

@@ -29,7 +29,7 @@ def select_units(
     """The arguments for some units alone; views joined on the device, since an index list would be copied there.
 
     Args:
-        arguments: Of the features method, for all units.
+        arguments: Arguments of the features method for all units.
         units: Indices, ascending.
         plan: The units.
         modality: What they are.
@@ -89,7 +89,7 @@ def describe_unit(arguments: Mapping[str, Any], modality: Modality) -> list[int]
     """Describes the tensors of one unit in whole numbers: sizes of all, and values of integers that are few.
 
     Args:
-        arguments: Of the features method, for one unit.
+        arguments: Arguments of the features method for one unit.
         modality: What it is.
 
     Returns:
@@ -112,7 +112,7 @@ def build_unit(flat: Sequence[int], modality: Modality, device: torch.device) ->
     Args:
         flat: The description.
         modality: What it is.
-        device: Where the tensors are made.
+        device: The device on which the tensors are made.
     """
     unit, numbers = {}, iter(flat)
     for place in numbers:
