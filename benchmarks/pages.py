@@ -88,9 +88,9 @@ def performance_page(recorded: Mapping[str, Any], comments: Mapping[str, str]) -
         ".. written by docs/write_performance.py from the record of python -m benchmarks; do not edit",
         "",
         *paragraph(
-            "What is said here was measured side by side with what it is compared with, in one run each; where two sides "
-            "compute, no figure is given unless both are shown to compute the same. Ratios come first: a laptop's seconds are "
-            "nobody else's. Nothing here was run on a GPU."
+            "Every figure was measured side by side with what it is compared with, in one run. Where two sides compute, no "
+            "figure is given unless both are shown to compute the same. Absolute times depend on the machine; compare the "
+            "ratios. Nothing here was run on a GPU."
         ),
         "",
         "::",
