@@ -3,7 +3,7 @@
 Importing this package registers the strategy, so that ``Trainer(strategy="ulysses_vdp")`` finds it.
 """
 
-from lightning_vdp.errors import StepError
+from lightning_vdp.errors import StepError, UserError
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
 from lightning_vdp.registration import register
 from lightning_vdp.sequence.tokens import token_entropy, token_log_probs
@@ -15,6 +15,7 @@ __all__ = [
     "StepError",
     "UlyssesVisionDPPrecision",
     "UlyssesVisionDPStrategy",
+    "UserError",
     "gather_sequence",
     "sequence_mean",
     "shard_sequence",
