@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
 from lightning_vdp.check.build import tiny_config, tiny_model
 from lightning_vdp.check.inputs import make_batch
-from lightning_vdp.families.facts import REFUSED
+from lightning_vdp.families.facts import FAMILIES
 from lightning_vdp.families.family import Modality
 from lightning_vdp.families.find import family_of, find_models
 from lightning_vdp.forward.first_batch import shorten
@@ -212,7 +212,7 @@ def test_types_that_need_a_judgement_are_refused_by_name(family: str) -> None:
     model.inner = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
     with pytest.raises(ValueError, match=f"model_type '{family}'\\) cannot be divided: ") as caught:
         find_models(model)
-    assert REFUSED[family] in str(caught.value)
+    assert FAMILIES[family].refused in str(caught.value)
 
 
 def test_what_describes_images_is_read_off_the_methods() -> None:
