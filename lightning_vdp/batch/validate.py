@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_vdp.batch.host_copies import host_copy, known_host_copy
 from lightning_vdp.batch.labels import IGNORED
+from lightning_vdp.families.conventions import SOUND_ARGUMENTS
 from lightning_vdp.families.family import Family, Modality
 
 __all__ = ["count_placeholders", "describe_bad_input", "describe_unreadable", "grids_of"]
 
 _WHOLE_ONLY = ("output_hidden_states", "output_attentions", "use_cache")
-_SOUND = ("input_features", "input_values", "feature_attention_mask", "audio_")
 _PER_POSITION = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
 
 
@@ -86,7 +86,9 @@ def _describe(arguments: Mapping[str, Any], family: Family, config: Any, text: A
             f"the sequence has {length} positions, fewer than the {ranks} ranks of its group; pad the batch or lower "
             "`sequence_parallel_size`"
         )
-    sound = next((name for name, value in arguments.items() if value is not None and name.startswith(_SOUND)), None)
+    sound = next(
+        (name for name, value in arguments.items() if value is not None and name.startswith(SOUND_ARGUMENTS)), None
+    )
     if sound is not None:
         return f"`{sound}` is there, but sound is not divided; leave it out, or set `sequence_parallel_size=1`"
     return (
