@@ -37,8 +37,8 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Builds the model of a config with random parameters in float64.
 
     Args:
-        config: Small, with the model type of an image-text-to-text model.
-        seed: Of the parameters.
+        config: Small config of an image-text-to-text model.
+        seed: Seed of the random parameters.
     """
     name: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]
     cls = getattr(transformers, name if isinstance(name, str) else name[0])

@@ -105,7 +105,7 @@ def find_video_pixels(base: Any, seed: int) -> Pixels:
         NoInput: If nothing fits; the message says why not.
     """
     if not all(hasattr(base, name) for name in FEATURE_METHODS.values()):
-        raise NoInput(f"{type(base).__name__} takes no videos beside images")
+        raise NoInput(f"{type(base).__name__} takes images or videos, not both")
     method = base.get_video_features
     return _first_that_fits(method, video_candidates(Request(base, method, seed)), 1)
 

@@ -44,7 +44,7 @@ class Request:
     Args:
         base: The model that has the features method.
         method: The features method, which takes the pixels as its first argument.
-        seed: Of the random pixels.
+        seed: Seed of the random pixels.
     """
 
     base: Any
@@ -91,7 +91,7 @@ class Request:
         """Random pixels.
 
         Args:
-            shape: Of the pixels.
+            shape: Shape of the pixels.
             other: Whether they are other ones than those that the tower gets anyway.
         """
         draw = torch.Generator().manual_seed(self.seed + other)

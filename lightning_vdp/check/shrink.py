@@ -184,8 +184,8 @@ class _Part:
     """A config, or one inside another, as rules see it.
 
     Args:
-        fields: The config's fields, large.
-        text: Whether it is that of the language model.
+        fields: The config's fields, as they were.
+        text: Whether it is the config of the language model.
         widths: Gives small widths for large ones, for all parts together.
         tokens: Numbers of the tokens seen so far, in all parts together.
     """

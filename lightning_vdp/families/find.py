@@ -33,7 +33,7 @@ class DividedModel:
 
     Args:
         name: Where the model hangs in the LightningModule.
-        family: Facts about its model type.
+        family: How models of its type are divided.
         head: The model with the language model head.
         base: The model that merges features into embeddings.
         decoder: The language model's stack of layers.
@@ -70,7 +70,7 @@ class DividedModel:
 
     @property
     def decoder_facts(self) -> Facts:
-        """The record of the decoder's own model type."""
+        """The record of the decoder's model type."""
         return facts_of(self.decoder.config)
 
     @property
