@@ -12,7 +12,7 @@ from lightning_vdp.errors import UserError
 __all__ = ["pack_samples"]
 
 _JOINED = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-_PER_POSITION = ("input_ids", "mm_token_type_ids")
+_JOINED_BY_POSITION = ("input_ids", "mm_token_type_ids")
 
 
 def pack_samples(samples: Sequence[Mapping[str, Any]], model: Any = None) -> dict[str, Tensor]:
@@ -39,7 +39,9 @@ def pack_samples(samples: Sequence[Mapping[str, Any]], model: Any = None) -> dic
             raise UserError(
                 f"Sample {index} has {sample['input_ids'].shape[0]} rows or padding; process texts alone, with padding=False."
             )
-    packed = {name: torch.cat([sample[name] for sample in samples], 1) for name in _PER_POSITION if name in samples[0]}
+    packed = {
+        name: torch.cat([sample[name] for sample in samples], 1) for name in _JOINED_BY_POSITION if name in samples[0]
+    }
     for name in _JOINED:
         parts = [sample[name] for sample in samples if sample.get(name) is not None]
         if parts:

@@ -49,7 +49,7 @@ from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress,
 from lightning_vdp.checkpoint.safety import check_holds_data
 from lightning_vdp.checkpoint.save import frozen_names, replaced_in_one_step, write_file, write_shards
 from lightning_vdp.errors import StepError, UserError
-from lightning_vdp.families.find import DividedModel, find_models, own_heads, query_heads
+from lightning_vdp.families.find import DividedModel, find_models, query_heads, untied_heads
 from lightning_vdp.families.wrappers import plain_name, unwrap
 from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.forward.patches import Patches
@@ -488,7 +488,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     def _check_wrapped(self, models: list[DividedModel]) -> None:
         assert self.model is not None
         parts = fsdp_parts(self.model)
-        heads = [id(head) for head in own_heads(self.model)]
+        heads = [id(head) for head in untied_heads(self.model)]
         for model in models if len(self._division) else []:
             if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
                 raise UserError(

@@ -1,6 +1,9 @@
 """Families by convention: exact, with tower and decoder divided, and rows of features measured."""
 
+import re
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
 from lightning_vdp.check.build import tiny_config, tiny_model
 from lightning_vdp.check.inputs import make_batch
-from lightning_vdp.families.facts import REFUSED
+from lightning_vdp.families.facts import FAMILIES, Facts, facts_of
 from lightning_vdp.families.family import Modality
 from lightning_vdp.families.find import family_of, find_models
 from lightning_vdp.forward.first_batch import shorten
@@ -212,7 +215,7 @@ def test_types_that_need_a_judgement_are_refused_by_name(family: str) -> None:
     model.inner = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
     with pytest.raises(ValueError, match=f"model_type '{family}'\\) cannot be divided: ") as caught:
         find_models(model)
-    assert REFUSED[family] in str(caught.value)
+    assert FAMILIES[family].refused in str(caught.value)
 
 
 def test_what_describes_images_is_read_off_the_methods() -> None:
@@ -237,3 +240,19 @@ def test_a_described_unit_is_rebuilt() -> None:
     assert rebuilt["pixels"].shape == (6, 4)
     assert rebuilt["pixels"].all()
     assert rebuilt["mask"].all()
+
+
+def test_records_are_of_model_types_that_transformers_has() -> None:
+    assert set(FAMILIES) - set(CONFIG_MAPPING.keys()) == set()
+    assert list(FAMILIES) == sorted(FAMILIES)
+
+
+def test_a_type_without_a_record_follows_the_conventions() -> None:
+    assert "llava" not in FAMILIES
+    assert facts_of(CONFIG_MAPPING["llava"]()) == Facts()
+
+
+def test_every_fact_is_described() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "adding_a_model.rst").read_text()
+    rows = re.findall(r"^   \* - ``(\w+)``$", page.split("\nThe fields of a record\n")[1], flags=re.MULTILINE)
+    assert rows == [entry.name for entry in fields(Facts)]

@@ -11,13 +11,13 @@ from torch import Tensor
 from lightning_vdp.batch.host_copies import known_host_copy
 from lightning_vdp.batch.labels import IGNORED
 from lightning_vdp.batch.validate_vision import find_vision_problem
+from lightning_vdp.families.conventions import SOUND_ARGUMENTS
 from lightning_vdp.families.family import Family
 
 __all__ = ["find_input_problem", "unreadable_problem"]
 
 _WHOLE_ONLY = ("output_hidden_states", "output_attentions", "use_cache")
-_SOUND = ("input_features", "input_values", "feature_attention_mask", "audio_")
-_PER_POSITION = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
+_SEQUENCE_LONG = ("labels", "shift_labels", "attention_mask", "mm_token_type_ids")
 
 
 def find_input_problem(
@@ -68,7 +68,9 @@ def _find_problem(arguments: Mapping[str, Any], family: Family, config: Any, tex
             f"the sequence has {length} positions, fewer than the {ranks} ranks of its group; pad the batch or lower "
             "`sequence_parallel_size`"
         )
-    sound = next((name for name, value in arguments.items() if value is not None and name.startswith(_SOUND)), None)
+    sound = next(
+        (name for name, value in arguments.items() if value is not None and name.startswith(SOUND_ARGUMENTS)), None
+    )
     if sound is not None:
         return f"`{sound}` is there, but sound is not divided; leave it out, or set `sequence_parallel_size=1`"
     return (
@@ -131,7 +133,7 @@ def _find_type_problem(arguments: Mapping[str, Any], text: Any) -> str | None:
 
 
 def _find_shape_problem(arguments: Mapping[str, Any], batch: int, length: int) -> str | None:
-    for name in _PER_POSITION:
+    for name in _SEQUENCE_LONG:
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape != (batch, length):
             return (

@@ -7,8 +7,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from lightning_vdp.check.facts import OVERRIDES
 from lightning_vdp.check.shrink import shrink
+from lightning_vdp.families.facts import facts_of
 from lightning_vdp.testing.models import add_noise
 
 __all__ = ["MODEL_TYPES", "tiny_config", "tiny_model"]
@@ -19,7 +19,7 @@ MODEL_TYPES = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small version of a config; see `shrink`."""
-    fields = shrink(config.to_dict(), OVERRIDES.get(config.model_type))
+    fields = shrink(config.to_dict(), facts_of(config).small)
     small: PreTrainedConfig = type(config).from_dict(fields)
     return small
 
@@ -37,8 +37,8 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Builds the model of a config with random parameters in float64.
 
     Args:
-        config: Small, with the model type of an image-text-to-text model.
-        seed: Of the parameters.
+        config: Small config of an image-text-to-text model.
+        seed: Seed of the random parameters.
     """
     name: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]
     cls = getattr(transformers, name if isinstance(name, str) else name[0])

@@ -1,9 +1,10 @@
 """The page of checked models, written from the rows of a check. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 
-from lightning_vdp.check.rows import STATUSES, Row
+from lightning_vdp.check.rows import STATUSES, Row, Status
 
 __all__ = ["list_table", "models_page", "paragraph"]
 
@@ -30,9 +31,7 @@ def paragraph(text: str) -> list[str]:
     return wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _divided(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _divided(row: Row) -> str:
     return ", ".join(name for name in ("tower", "decoder") if getattr(row.divided, name))
 
 
@@ -55,30 +54,16 @@ def _saved(row: Row) -> str:
     return f"{max(row.saved_bytes) / row.saved_bytes_alone:.0%}"
 
 
-def models_page(rows: Iterable[Row]) -> str:
-    """Writes the page in reStructuredText.
-
-    Args:
-        rows: Of one or several sizes.
-    """
-    by_type: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        by_type.setdefault(row.model_type, {})[row.size] = row
-    sizes = sorted({size for of_type in by_type.values() for size in of_type})
-    first = {name: of_type[min(of_type)] for name, of_type in sorted(by_type.items())}
-    worst = {
-        name: max((row.status for row in of_type.values()), key=STATUSES.index) for name, of_type in by_type.items()
-    }
-    versions = sorted({row.transformers for of_type in by_type.values() for row in of_type.values()})
-    counts = {status: sum(value == status for value in worst.values()) for status in STATUSES}
-    lines = [
+def _introduction(types: int, versions: Sequence[str], worst: Sequence[Status]) -> list[str]:
+    counts = Counter(worst)
+    return [
         "Checked models",
         "==============",
         "",
         ".. written by docs/write_models.py from the rows of lightning-vdp check; do not edit",
         "",
         *paragraph(
-            f"The {len(by_type)} model types that transformers {' or '.join(versions)} maps to image-text-to-text, each made "
+            f"The {types} model types that transformers {' or '.join(versions)} maps to image-text-to-text, each made "
             "small and trained for a step on each kind of batch that it takes, in one process and in simulated ranks:"
         ),
         "",
@@ -86,6 +71,11 @@ def models_page(rows: Iterable[Row]) -> str:
         "",
         "``lightning-vdp check MODEL`` checks a model on your machine.",
         "",
+    ]
+
+
+def _exact_table(exact: Mapping[str, Mapping[int, Row]], sizes: Sequence[int]) -> list[str]:
+    lines = [
         "Exact",
         "-----",
         "",
@@ -95,32 +85,40 @@ def models_page(rows: Iterable[Row]) -> str:
         ),
         "",
     ]
-    exact = [name for name in first if worst[name] in ("exact", "undivided")]
-    lines += list_table(
-        [
-            (
-                f"``{name}``",
-                *(_cell(by_type[name].get(size)) for size in sizes),
-                _divided(first[name]),
-                _saved(first[name]),
-                "; ".join(first[name].batches) + (f". {_literal(first[name].reason)}" if first[name].reason else ""),
-            )
-            for name in exact
-        ],
-        ("type", *(f"S = {size}" for size in sizes), "divided", "saved", "batches"),
-    )
-    others = [name for name in first if name not in exact]
-    if others:
-        lines += ["Others", "------", ""]
-        lines += list_table(
-            [
-                (
-                    f"``{name}``",
-                    worst[name],
-                    _literal(next(row.reason for row in by_type[name].values() if row.status == worst[name])),
-                )
-                for name in others
-            ],
-            ("type", "status", "reason"),
-        )
+    cells = []
+    for name, of_type in exact.items():
+        first = of_type[min(of_type)]
+        batches = "; ".join(first.batches) + (f". {_literal(first.reason)}" if first.reason else "")
+        errors = (_cell(of_type.get(size)) for size in sizes)
+        cells.append((f"``{name}``", *errors, _divided(first), _saved(first), batches))
+    return lines + list_table(cells, ("type", *(f"S = {size}" for size in sizes), "divided", "saved", "batches"))
+
+
+def _others_table(others: Mapping[str, Row]) -> list[str]:
+    if not others:
+        return []
+    cells = [(f"``{name}``", row.status, _literal(row.reason)) for name, row in others.items()]
+    return ["Others", "------", "", *list_table(cells, ("type", "status", "reason"))]
+
+
+def models_page(rows: Iterable[Row]) -> str:
+    """Writes the page in reStructuredText.
+
+    Args:
+        rows: Rows of the check, of one or several sizes.
+    """
+    by_type: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_type.setdefault(row.model_type, {})[row.size] = row
+    by_type = dict(sorted(by_type.items()))
+    sizes = sorted({size for of_type in by_type.values() for size in of_type})
+    versions = sorted({row.transformers for of_type in by_type.values() for row in of_type.values()})
+    # of several sizes, the first with the worst status speaks for the type
+    worst = {
+        name: max(of_type.values(), key=lambda row: STATUSES.index(row.status)) for name, of_type in by_type.items()
+    }
+    exact = {name: by_type[name] for name, row in worst.items() if row.status in ("exact", "undivided")}
+    others = {name: row for name, row in worst.items() if name not in exact}
+    statuses = [row.status for row in worst.values()]
+    lines = _introduction(len(by_type), versions, statuses) + _exact_table(exact, sizes) + _others_table(others)
     return "\n".join(lines).rstrip() + "\n"

@@ -34,7 +34,7 @@ class ProbeModule(ParityModule):
     """A `ParityModule` that notes how the strategy divided its steps.
 
     Args:
-        model: See `ParityModule`.
+        model: Model to train, as in `ParityModule`.
     """
 
     def __init__(self, model: nn.Module) -> None:

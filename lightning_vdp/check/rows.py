@@ -43,21 +43,21 @@ class Row:
     """What was found for one model at one size.
 
     Args:
-        model_type: Of the model's config, or the name it was asked for by.
-        size: Ranks of the sequence group.
+        model_type: Model type of the config, or the name that the check was asked for.
+        size: Number of ranks of the sequence group.
         status: "exact"; "undivided": exact, but each rank did the whole work of the tower or the decoder; "refused": by
             the strategy, with a reason; "wrong": other numbers than one process, or a crash of the ranks alone; "hung";
             "unbuildable": no model, no input, or a crash in one process already.
-        reason: Why, for all but exact ones.
+        reason: Why the status is not "exact"; empty where it is.
         loss_error: Largest relative error of the loss.
         gradient_error: Largest relative error of a gradient.
         parameter: The parameter with that error.
         divided: How the ranks shared the work.
         batches: What was special about the batches that were fitted, one a step.
         saved_bytes: Bytes that the first forward kept for backward, without parameters, in each rank.
-        saved_bytes_alone: The same in one process.
-        seconds: What the row took.
-        transformers: Its version.
+        saved_bytes_alone: Bytes that the first forward kept for backward in one process.
+        seconds: Time that the check took.
+        transformers: Version of transformers.
     """
 
     model_type: str

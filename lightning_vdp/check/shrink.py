@@ -1,6 +1,8 @@
 """Making a model's config small while keeping what makes the model different. Pure: mappings in and out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 __all__ = ["TEXT_HIDDEN", "VOCABULARY", "shrink"]
@@ -10,58 +12,54 @@ TEXT_HIDDEN, VISION_HIDDEN = 64, 32
 _TEXT_HEADS, _VISION_HEADS = 4, 2
 
 # width-like fields: equal values stay equal, wherever they stand, since modules are joined by them
-_WIDTHS = frozenset(
-    [
-        "hidden_size",
-        "embed_dim",
-        "d_model",
-        "n_embd",
-        "out_hidden_size",
-        "projector_hidden_size",
-        "text_hidden_size",
-        "encoder_hidden_size",
-        "projection_dim",
-        "vision_hidden_size",
-        "projection_hidden_size",
-        "adapter_in_dim",
-        "adapter_out_dim",
-        "projector_input_dim",
-        "projector_output_dim",
-        "vision_output_dim",
-        "word_embed_proj_dim",
-        "image_text_hidden_size",
-        "patch_embed_hidden_size",
-        "output_dim",
-        "codebook_dim",
-        "adapter_input_size",
-    ]
+_WIDTHS = (
+    "hidden_size",
+    "embed_dim",
+    "d_model",
+    "n_embd",
+    "out_hidden_size",
+    "projector_hidden_size",
+    "text_hidden_size",
+    "encoder_hidden_size",
+    "projection_dim",
+    "vision_hidden_size",
+    "projection_hidden_size",
+    "adapter_in_dim",
+    "adapter_out_dim",
+    "projector_input_dim",
+    "projector_output_dim",
+    "vision_output_dim",
+    "word_embed_proj_dim",
+    "image_text_hidden_size",
+    "patch_embed_hidden_size",
+    "output_dim",
+    "codebook_dim",
+    "adapter_input_size",
 )
-_INNER = frozenset(
-    [
-        "intermediate_size",
-        "ffn_dim",
-        "mlp_dim",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "intermediate_size_mlp",
-        "dense_intermediate_size",
-        "shared_intermediate_size",
-        "alignment_intermediate_size",
-        "projection_intermediate_size",
-        "projection_hidden_dim",
-        "share_expert_dim",
-        "moe_shared_expert_intermediate_size",
-        "shared_experts_intermediate_size",
-        "moe_hidden_size",
-        "d_ff",
-        "decoder_intermediate_size",
-        "ple_embed_dim",
-    ]
+_INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "mlp_dim",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "intermediate_size_mlp",
+    "dense_intermediate_size",
+    "shared_intermediate_size",
+    "alignment_intermediate_size",
+    "projection_intermediate_size",
+    "projection_hidden_dim",
+    "share_expert_dim",
+    "moe_shared_expert_intermediate_size",
+    "shared_experts_intermediate_size",
+    "moe_hidden_size",
+    "d_ff",
+    "decoder_intermediate_size",
+    "ple_embed_dim",
 )
 # widths that features must have to be merged into embeddings
-_JOINED = frozenset(["out_hidden_size", "text_hidden_size", "image_text_hidden_size", "adapter_out_dim"])
+_JOINED = ("out_hidden_size", "text_hidden_size", "image_text_hidden_size", "adapter_out_dim")
 # fields with one good small value, whatever they were
 _FIXED: Mapping[str, Any] = {
     "max_position_embeddings": 512,
@@ -116,34 +114,33 @@ _FIXED: Mapping[str, Any] = {
     "projection_dim": 32,
     "num_nextn_predict_layers": 0,
 }
-_EXPERTS = frozenset(["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"])
-# lists with a value for each layer
-_PER_LAYER = frozenset(
-    [
-        "layer_types",
-        "mlp_layer_types",
-        "no_rope_layers",
-        "indexer_types",
-        "layer_rope_theta",
-        "activation_sparsity_pattern",
-        "layers_block_type",
-        "mtp_layers_block_type",
-    ]
-)
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_VOCABULARIES = ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "output_vocab_size")
 # lists of those layers that have something
-_LAYER_INDEXES = frozenset(["mlp_only_layers", "moe_layers", "full_attn_idxs", "rope_scaling_layers"])
+_LAYER_INDEXES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "rope_scaling_layers")
+# lists with a value for each layer
+_PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "indexer_types",
+    "layer_rope_theta",
+    "activation_sparsity_pattern",
+    "layers_block_type",
+    "mtp_layers_block_type",
+)
 # chance would differ between runs
 _RANDOM = ("dropout", "dropout_prob", "layerdrop", "drop_path_rate", "jitter_noise", "dropout_rate", "_drop")
+_TOKENS = ("_token_id", "_token_index", "image_patch_id")
+# tokens that a config may leave to the tokenizer
+_LEFT_TO_TOKENIZER = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "layers", "encoder_layers", "decoder_layers")
-
-
-def _text(config: Mapping[str, Any]) -> bool:
-    return "vocab_size" in config and not {"num_hidden_layers", "layers", "layers_block_type"}.isdisjoint(config)
+_HEADS = ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 
 
 def _chosen_layers(config: Mapping[str, Any], depth: int) -> list[int]:
     """Layers that show each kind there is, at least two and at most four."""
-    lists = [config[name] for name in sorted(_PER_LAYER & config.keys()) if isinstance(config[name], Sequence)]
+    lists = [config[name] for name in sorted({*_PER_LAYER} & config.keys()) if isinstance(config[name], Sequence)]
     shared = config.get("num_kv_shared_layers") or 0
     sources = config.get("kv_source_layers") or range(depth)
     kinds: dict[tuple[Any, ...], int] = {}
@@ -182,6 +179,148 @@ class _Widths:
         return self.known.setdefault(width, 48)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A config, or one inside another, as rules see it.
+
+    Args:
+        fields: The config's fields, as they were.
+        text: Whether it is the config of the language model.
+        widths: Gives small widths for large ones, for all parts together.
+        tokens: Numbers of the tokens seen so far, in all parts together.
+    """
+
+    fields: Mapping[str, Any]
+    text: bool
+    widths: _Widths
+    tokens: dict[Any, int]
+
+    @cached_property
+    def depth_name(self) -> str | None:
+        """The field with the number of layers."""
+        return next((name for name in _DEPTHS if isinstance(self.fields.get(name), int)), None)
+
+    @property
+    def depth(self) -> int | None:
+        """The number of layers."""
+        return None if self.depth_name is None else self.fields[self.depth_name]
+
+    @cached_property
+    def chosen(self) -> list[int]:
+        """The layers that stay."""
+        return [] if self.depth is None else _chosen_layers(self.fields, self.depth)
+
+    @property
+    def heads(self) -> int:
+        """The small number of attention heads."""
+        return _TEXT_HEADS if self.text else _VISION_HEADS
+
+    def token(self, key: Any) -> int:
+        """The small id of a token, another one for each."""
+        return VOCABULARY - 1 - self.tokens.setdefault(key, len(self.tokens))
+
+
+def _is_text(config: Mapping[str, Any]) -> bool:
+    return "vocab_size" in config and not {"num_hidden_layers", "layers", "layers_block_type"}.isdisjoint(config)
+
+
+# what a field becomes, from the part, the field's name and its value
+_Rule = Callable[[_Part, str, Any], Any]
+
+
+def _always(small: Any) -> _Rule:
+    return lambda part, name, value: small
+
+
+def _unless_off(small: Any) -> _Rule:
+    return lambda part, name, value: small if value and not isinstance(value, Sequence) else value
+
+
+def _where_whole(rule: Callable[[_Part, int], int]) -> _Rule:
+    return lambda part, name, value: rule(part, value) if isinstance(value, int) else value
+
+
+def _values_of_chosen(part: _Part, name: str, value: Any) -> Any:
+    matches = isinstance(value, Sequence) and len(value) == part.depth
+    return [value[layer] for layer in part.chosen] if matches else value
+
+
+def _places_of_chosen(part: _Part, name: str, value: Any) -> Any:
+    return [part.chosen.index(layer) for layer in value if layer in part.chosen]
+
+
+def _sources_of_chosen(part: _Part, name: str, value: Any) -> Any:
+    chosen = part.chosen
+    return [chosen.index(value[layer]) if value[layer] in chosen else place for place, layer in enumerate(chosen)]
+
+
+def _sharing_of_chosen(part: _Part, name: str, value: Any) -> Any:
+    return value if part.depth is None else sum(layer >= part.depth - value for layer in part.chosen)
+
+
+def _depth(part: _Part, name: str, value: Any) -> Any:
+    return len(part.chosen) if name == part.depth_name else 2
+
+
+def _key_value_heads(part: _Part, name: str, value: Any) -> Any:
+    """The ratio to query heads stays, as far as it is none, some, or one for all."""
+    heads = next((part.fields[field] for field in _HEADS[:3] if field in part.fields), None)
+    if not isinstance(heads, int) or not isinstance(value, int):
+        return value
+    # windowed layers may have their own ratio
+    heads = part.fields.get(f"{name.removesuffix('num_key_value_heads')}num_attention_heads", heads)
+    return part.heads if value == heads else 1 if value == 1 else part.heads // 2
+
+
+def _inner(part: _Part, name: str, value: Any) -> Any:
+    if isinstance(value, int):
+        return 48
+    return [48 for _ in (part.chosen if len(value) == part.depth else value)]
+
+
+def _balanced(part: _Part, value: Any) -> Any:
+    # the loss that balances experts is not linear in tokens
+    return value or bool(part.fields.get("router_aux_loss_coef"))
+
+
+def _patch(part: _Part, name: str, value: Any) -> Any:
+    return 8 if isinstance(value, int) else [8, 8] if len(value) == 2 else value
+
+
+def _pinpoints(part: _Part, name: str, value: Any) -> Any:
+    unit = min(min(sides) for sides in value)
+    small = [[side * 32 // unit for side in sides] for sides in value]
+    return [sides for sides in small if max(sides) <= 64]
+
+
+# by the name of a field; what stands in several lists follows the last
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_WIDTHS, _where_whole(lambda part, value: part.widths(value))),
+    **dict.fromkeys(_JOINED, _where_whole(lambda part, value: TEXT_HIDDEN)),
+    **dict.fromkeys(_INNER, _inner),
+    **dict.fromkeys(_DEPTHS, _depth),
+    **dict.fromkeys(_HEADS, _where_whole(lambda part, value: part.heads)),
+    **dict.fromkeys(_EXPERTS, _always(4)),
+    **{name: _unless_off(small) for name, small in _FIXED.items()},
+    **dict.fromkeys(_VOCABULARIES, _always(VOCABULARY)),
+    **dict.fromkeys(_PER_LAYER, _values_of_chosen),
+    **dict.fromkeys(_LAYER_INDEXES, _places_of_chosen),
+    "num_key_value_heads": _key_value_heads,
+    "kv_source_layers": _sources_of_chosen,
+    "num_kv_shared_layers": _sharing_of_chosen,
+    "first_k_dense_replace": lambda part, name, value: min(value, 1),
+    "deepstack_visual_indexes": lambda part, name, value: [0, 1][: len(value)],
+    "fullatt_block_indexes": lambda part, name, value: [1],
+    "global_attn_indexes": lambda part, name, value: [1],
+    "vision_feature_layer": lambda part, name, value: value if isinstance(value, int) else [-1, -2][: len(value)],
+    "image_size": lambda part, name, value: [32, 32] if isinstance(value, Sequence) else 32,
+    "patch_size": _patch,
+    "window_size": _always(4 * 8),
+    "num_position_embeddings": _always(64),
+    "image_grid_pinpoints": _pinpoints,
+}
+
+
 def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns a small version of a config.
 
@@ -199,8 +338,7 @@ def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     if vision_hidden == hidden:
         vision_hidden = None
     widths = _Widths(hidden, vision_hidden if isinstance(vision_hidden, int) else None)
-    tokens: dict[Any, int] = {}
-    result = _shrink(config, widths, tokens, _text(config))
+    result = _shrink(_Part(config, _is_text(config), widths, {}))
     for path, value in (overrides or {}).items():
         *parents, name = path.split(".")
         target = result
@@ -210,113 +348,54 @@ def shrink(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     return result
 
 
-def _token(value: int, tokens: dict[Any, int]) -> int:
-    if value < 3:
-        return value
-    return VOCABULARY - 1 - tokens.setdefault(value, len(tokens))
-
-
-def _shrink(
-    config: Mapping[str, Any], widths: Callable[[int], int], tokens: dict[Any, int], text: bool
-) -> dict[str, Any]:
-    result: dict[str, Any] = dict(config)
-    late: list[str] = []
-    heads = next((config[n] for n in ("num_attention_heads", "num_heads", "attention_heads") if n in config), None)
-    depth_name = next((name for name in _DEPTHS if isinstance(config.get(name), int)), None)
-    chosen = _chosen_layers(config, config[depth_name]) if depth_name else []
-    for full_name, value in config.items():
-        # windowed layers have the same fields under other names
-        name = full_name if isinstance(value, Mapping) else full_name.removeprefix("swa_")
-        if isinstance(value, Mapping):
-            if "model_type" in value:
-                result[name] = _shrink(value, widths, tokens, "vision" not in name and _text(value))
-            elif name == "rope_parameters":
-                result[name] = _shrink_rope(value)
-            elif name == "per_layer_config":
-                late.append(name)
-        elif value is None and name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index"):
-            # left to the tokenizer
-            result[full_name] = VOCABULARY - 1 - tokens.setdefault(name, len(tokens))
-        elif name == "output_router_logits":
-            # the loss that balances experts is not linear in tokens
-            result[full_name] = value or bool(config.get("router_aux_loss_coef"))
-        elif isinstance(value, bool) or value is None:
-            continue
-        elif isinstance(value, (int, float)) and name.endswith(_RANDOM):
-            result[full_name] = type(value)(0)
-        elif name in _PER_LAYER and isinstance(value, Sequence) and len(value) == config.get(depth_name or ""):
-            result[full_name] = [value[layer] for layer in chosen]
-        elif isinstance(value, int) and (name.endswith(("_token_id", "_token_index")) or name == "image_patch_id"):
-            result[full_name] = _token(value, tokens)
-        elif name in ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "output_vocab_size"):
-            result[full_name] = VOCABULARY
-        elif name in _FIXED and value and not isinstance(value, Sequence):
-            result[full_name] = _FIXED[name]
-        elif name == "qk_head_dim":
+def _shrink(part: _Part) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in part.fields.items():
+        if name.removeprefix("swa_") == "qk_head_dim" and value is not None:
             # the sum of two others
-            del result[full_name]
-        elif name in _EXPERTS:
-            result[full_name] = 4
-        elif name in ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads") and isinstance(
-            value, int
-        ):
-            result[full_name] = _TEXT_HEADS if text else _VISION_HEADS
-        elif name == "num_key_value_heads" and isinstance(heads, int) and isinstance(value, int):
-            # windowed layers may have their own ratio
-            heads = config.get(f"{full_name.removesuffix(name)}num_attention_heads", heads)
-            full = _TEXT_HEADS if text else _VISION_HEADS
-            result[full_name] = full if value == heads else 1 if value == 1 else full // 2
-        elif name in _DEPTHS:
-            result[full_name] = len(chosen) if name == depth_name else 2
-        elif name in _INNER:
-            each = isinstance(value, Sequence) and len(value) == config.get(depth_name or "")
-            result[full_name] = 48 if isinstance(value, int) else [48 for _ in (chosen if each else value)]
-        elif name in _JOINED and isinstance(value, int):
-            result[full_name] = TEXT_HIDDEN
-        elif name in _WIDTHS and isinstance(value, int):
-            result[full_name] = widths(value)
-        elif name == "image_size":
-            result[full_name] = [32, 32] if isinstance(value, Sequence) else 32
-        elif name == "patch_size":
-            result[full_name] = 8 if isinstance(value, int) else [8, 8] if len(value) == 2 else value
-        elif name == "first_k_dense_replace":
-            result[full_name] = min(value, 1)
-        elif name in ("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"):
-            result[full_name] = [0, 1][: len(value)] if name.startswith("deepstack") else [1]
-        elif name == "window_size":
-            result[full_name] = 4 * 8
-        elif name == "num_position_embeddings":
-            result[full_name] = 64
-        elif name == "vision_feature_layer":
-            result[full_name] = value if isinstance(value, int) else [-1, -2][: len(value)]
-        elif name == "image_grid_pinpoints":
-            unit = min(min(sides) for sides in value)
-            small = [[side * 32 // unit for side in sides] for sides in value]
-            result[full_name] = [sides for sides in small if max(sides) <= 64]
-        elif name in _LAYER_INDEXES:
-            result[full_name] = [chosen.index(layer) for layer in value if layer in chosen]
-        elif name == "kv_source_layers":
-            result[full_name] = [
-                chosen.index(value[layer]) if value[layer] in chosen else place for place, layer in enumerate(chosen)
-            ]
-        elif name == "num_kv_shared_layers" and depth_name:
-            result[full_name] = sum(layer >= config[depth_name] - value for layer in chosen)
-    for name in late:
-        result[name] = _layer_configs(config, result, config[name], chosen)
+            continue
+        result[name] = (
+            _shrink_mapping(part, name, value) if isinstance(value, Mapping) else _shrink_value(part, name, value)
+        )
+    if isinstance(layers := part.fields.get("per_layer_config"), Mapping):
+        result["per_layer_config"] = _layer_configs(part, result, layers)
     return result
 
 
+def _shrink_mapping(part: _Part, name: str, value: Mapping[str, Any]) -> Any:
+    if "model_type" in value:
+        return _shrink(replace(part, fields=value, text="vision" not in name and _is_text(value)))
+    return _shrink_rope(value) if name == "rope_parameters" else value
+
+
+def _shrink_value(part: _Part, name: str, value: Any) -> Any:
+    # windowed layers have the same fields under other names
+    plain = name.removeprefix("swa_")
+    if value is None and plain in _LEFT_TO_TOKENIZER:
+        return part.token(plain)
+    if plain == "output_router_logits":
+        return _balanced(part, value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and plain.endswith(_RANDOM):
+        return type(value)(0)
+    if isinstance(value, int) and plain.endswith(_TOKENS):
+        return value if value < 3 else part.token(value)
+    rule = _RULES.get(plain)
+    return value if rule is None else rule(part, name, value)
+
+
 def _layer_configs(
-    config: Mapping[str, Any], small: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]], chosen: list[int]
+    part: _Part, small: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """What single layers have otherwise, in the ratio that it had to the other layers' value."""
     result = {}
-    for place, layer in enumerate(chosen):
+    for place, layer in enumerate(part.chosen):
         fields = next((value for key, value in layers.items() if int(key) == layer), None)
         if fields is not None:
             result[f"{place:02d}"] = {
-                name: max(2, value * small[name] // config[name])
-                if isinstance(value, int) and config.get(name)
+                name: max(2, value * small[name] // part.fields[name])
+                if isinstance(value, int) and part.fields.get(name)
                 else value
                 for name, value in fields.items()
             }

@@ -22,8 +22,8 @@ class Target:
     """A model to check.
 
     Args:
-        name: What rows call it.
-        make_model: Builds it, small and in float64.
+        name: Name of the model in rows.
+        make_model: Builds the model, small and in float64.
     """
 
     name: str
@@ -57,7 +57,8 @@ def find_target(name: str) -> Target:
     """Finds what is meant by a model type, a config's file, a model of the hub, or ``package.module:ModelFactory``.
 
     Args:
-        name: One of these. A factory takes no arguments and returns a small model of transformers, the same each time.
+        name: A model type, a path, a name on the hub, or a factory. A factory takes no arguments and returns a small model
+            of transformers, the same each time.
 
     Raises:
         UserError: If it is none of them, or a model whose code transformers does not have.

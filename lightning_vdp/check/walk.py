@@ -1,4 +1,4 @@
-"""Many checks, each in a process of its own, so that none can take the rest along."""
+"""Many checks, each in a separate process, so that a crash ends one check and not the rest."""
 
 import contextlib
 import json
@@ -110,9 +110,9 @@ def walk(
     """Checks each target at each size.
 
     Args:
-        targets: The models.
-        sizes: Ranks of the sequence group.
-        on_row: Is called with each row as soon as it is there.
+        targets: Models to check.
+        sizes: Numbers of ranks of the sequence group.
+        on_row: Function that gets each row as soon as there is one.
         jobs: Checks that run at once. Default: as many as there are cores, at most four.
         spoiled: Name of an adjoint to sabotage.
         limit_s: Seconds that one check may take.

@@ -12,7 +12,7 @@ class Modality:
     """One kind of vision input and the names under which a model knows it.
 
     Args:
-        name: What messages call it.
+        name: "image" or "video", as in messages.
         pixels: Forward argument with the pixels: packed patches ``[patches, ...]`` where there is a grid, else one row
             for each unit.
         grid: Forward argument with ``(time, height, width)`` in patches of each image or video, shape ``[units, 3]``,
@@ -42,10 +42,10 @@ class Family:
 
     Args:
         modalities: Kinds of vision input in the order in which the model's forward runs them.
-        facts: What had to be said about the type.
+        facts: Record of the model type.
         tower: Child of the base model that encodes patches; None in language models and where there is no tower.
-        needs_token_types: Positions are wrong or missing without the forward argument `mm_token_type_ids`.
-        arguments: Of the base model's forward.
+        needs_token_types: Whether positions are wrong or missing without the forward argument `mm_token_type_ids`.
+        arguments: Arguments of the base model's forward.
     """
 
     modalities: tuple[Modality, ...] = ()

@@ -12,7 +12,7 @@ from transformers import __version__ as transformers_version
 from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, CallContext, ForwardCall, with_call
 from lightning_vdp.errors import UnsupportedError, UserError
-from lightning_vdp.families.facts import PER_POSITION, SEQUENCE_DIM
+from lightning_vdp.families.conventions import PER_POSITION
 from lightning_vdp.families.find import DividedModel
 from lightning_vdp.forward.begin import Entry, begin_call, start_generation
 from lightning_vdp.forward.first_batch import FirstBatch
@@ -153,7 +153,7 @@ def _divide_decoder(patches: Patches, model: DividedModel, mixers: Sequence[nn.M
     patches.hook(model.decoder.register_forward_pre_hook, shard_decoder_inputs)
     patches.hook(model.decoder.register_forward_hook, leave_decoder, always_call=True)
     for index, layer in enumerate(model.layers):
-        cut_dim = None if index else SEQUENCE_DIM.get(model.decoder.config.model_type, 1)
+        cut_dim = None if index else model.decoder_facts.sequence_dim
         parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
         names = tuple(name if name in PER_POSITION else None for name in parameters)
         shard_inputs = functools.partial(shard_layer_inputs, cut_dim, names)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_vdp.families.find import own_heads
+from lightning_vdp.families.find import untied_heads
 from lightning_vdp.families.wrappers import is_block, unwrap
 
 __all__ = ["gathered_apart"]
@@ -22,5 +22,5 @@ def gathered_apart(module: nn.Module) -> Callable[[nn.Module], bool]:
     Returns:
         Whether FSDP gathers the weights of a module inside it on their own.
     """
-    heads = {id(head) for head in own_heads(module)}
+    heads = {id(head) for head in untied_heads(module)}
     return lambda part: is_block(part) or id(unwrap(part)) in heads

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
 from lightning_vdp.errors import UnsupportedError
-from lightning_vdp.families.facts import PER_POSITION
+from lightning_vdp.families.conventions import PER_POSITION
 from lightning_vdp.sequence.audit import Audit
 from lightning_vdp.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers

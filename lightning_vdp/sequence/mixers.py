@@ -19,6 +19,7 @@ from transformers import __version__ as transformers_version
 from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.errors import UnsupportedError
+from lightning_vdp.families.conventions import CHANNEL_CONVOLUTIONS, GATED_DELTA_RULES, STATE_SPACE_SCANS
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.shards import gather_sequence, shard_sequence
 
@@ -68,19 +69,9 @@ def _by_head(
 
 
 _DIVIDED: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _by_channel,
-    "torch_chunk_gated_delta_rule": _by_head,
-    "chunk_kimi_delta_attention": _by_head,
+    **dict.fromkeys(CHANNEL_CONVOLUTIONS, _by_channel),
+    **dict.fromkeys(GATED_DELTA_RULES, _by_head),
 }
-# state space models: their functions take projections, convolution and scan in one
-_GATHERED = frozenset(
-    {
-        "mamba2_chunk_scan",
-        "mamba2_split_conv1d_scan_combined",
-        "mamba_inner_fn",
-        "mamba_selective_scan",
-    }
-)
 
 
 def _code(module: nn.Module) -> CodeType | None:
@@ -95,7 +86,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 def token_mixers(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a decoder layer that mix tokens by one of the known functions."""
     for module in layer.modules():
-        if _names(module) & (_DIVIDED.keys() | _GATHERED):
+        if _names(module) & (_DIVIDED.keys() | STATE_SPACE_SCANS):
             yield module
 
 
@@ -107,7 +98,7 @@ def divided_mixer(module: nn.Module) -> Callable[..., Any]:
     """
     forward = type(module).forward
     names = _names(module)
-    if names & _GATHERED:
+    if names & STATE_SPACE_SCANS:
         return gathered_mixer(module)
     return functools.partial(_run_divided, parameters_of(forward), tuple(sorted(names & _DIVIDED.keys())))
 
