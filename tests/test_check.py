@@ -214,17 +214,17 @@ def test_what_counts_as_divided(lengths: list[list[int]], units: list[list[int]]
 
 
 def test_a_crash_is_no_refusal() -> None:
-    import lightning_vdp.batch.validate
+    def failure(path: str, deliberate: tuple[int, ...], ranks: int) -> tuple[str, str]:
+        message = f'Rank 0 raised:\n  File "{path}", line 3, in f\n    x = y[0]\nUserError: no'
+        return _failure(RankFailed(message, dict.fromkeys(range(ranks), "UserError: no"), deliberate), 2)
 
-    def failure(path: str, code: str, ranks: int) -> tuple[str, str]:
-        message = f'Rank 0 raised:\n  File "{path}", line 3, in f\n    {code}\nValueError: no'
-        return _failure(RankFailed(message, dict.fromkeys(range(ranks), "ValueError: no")), 2)
-
-    ours = lightning_vdp.checks.__file__
-    assert failure(ours, 'raise ValueError("no")', 2) == ("refused", "no")
-    assert failure(ours, "x = y[0]", 2)[0] == "wrong"
-    assert failure("/elsewhere/torch/x.py", 'raise ValueError("no")', 2)[0] == "wrong"
-    assert failure(ours, 'raise ValueError("no")', 1) == ("wrong", "refused by ranks [0] of 2 alone: no")
+    ours = "/elsewhere/lightning_vdp/x.py"
+    assert failure(ours, (0, 1), 2) == ("refused", "no")
+    assert failure(ours, (), 2) == ("wrong", "the ranks crash: UserError: no (x.py:3)")
+    assert failure("/elsewhere/torch/x.py", (), 2)[0] == "wrong"
+    # the first to fail is the cause
+    assert failure(ours, (1,), 2)[0] == "wrong"
+    assert failure(ours, (0,), 1) == ("wrong", "refused by ranks [0] of 2 alone: no")
 
 
 def test_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
