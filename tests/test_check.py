@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from lightning_vdp.check.inputs import vision_base
 from lightning_vdp.check.model import TOLERANCE, _failure
 from lightning_vdp.check.pages import models_page
 from lightning_vdp.check.rows import Divided, Row, read_rows, write_rows
-from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
 from lightning_vdp.check.walk import walk
 from lightning_vdp.testing import RankFailed
+from tests.spoiled_adjoints import SPOILED_ADJOINTS, spoil
 
 MOST_USED = (
     "gemma3",
@@ -104,16 +105,16 @@ def test_every_type_is_exact_or_refused() -> None:
 @pytest.mark.slow
 def test_a_spoiled_adjoint_turns_exact_rows_wrong() -> None:
     exact = [name for name, row in rows_of(*MODEL_TYPES).items() if row.status == "exact"]
-    spoiled = rows_of(*exact, spoiled="all_to_all")
+    spoiled = rows_of(*exact, prepare=partial(spoil, "all_to_all"))
     wrong = [name for name, row in spoiled.items() if row.status == "wrong"]
     assert len(wrong) >= 0.9 * len(exact)
 
 
-@pytest.mark.parametrize("name", sorted(SABOTAGES))
+@pytest.mark.parametrize("name", sorted(SPOILED_ADJOINTS))
 def test_each_spoiled_adjoint_is_seen(name: str) -> None:
     # sequences are gathered around sparse attention alone
     model_type = {"all_gather": "mistral_large4"}.get(name, "qwen2_vl")
-    row = rows_of(model_type, spoiled=name)[model_type]
+    row = rows_of(model_type, prepare=partial(spoil, name))[model_type]
     assert row.status == "wrong"
     assert "off by" in row.reason
 
@@ -274,6 +275,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "nothing to check"),
         (["llava", "--sizes", "1"], "whole numbers from 2 on"),
         (["llava", "--no-such-option"], "--no-such-option"),
+        (["llava", "--sabotage", "all_to_all"], "--sabotage"),
         (["no_module:factory"], "no_module"),
     ],
 )
