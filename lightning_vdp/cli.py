@@ -23,10 +23,12 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_vdp
 from lightning_vdp.checkpoint.export import export as export_checkpoint
+from lightning_vdp.errors import UserError
 
 PROGRAM = "lightning-vdp"
 JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.39")
-EXPECTED_ERRORS = (ValueError, TypeError, RuntimeError, ImportError, FileNotFoundError, MisconfigurationException)
+# what Lightning raises for wrong input besides MisconfigurationException
+LIGHTNINGS_ERRORS = (ValueError, RuntimeError, ImportError, FileNotFoundError)
 PARSERS = {"jsonargparse", "yaml"}
 LIBRARIES = PARSERS | {"lightning", "lightning_vdp", "torch", "__main__"} | sys.stdlib_module_names
 
@@ -72,7 +74,7 @@ def check(arguments: Sequence[str]) -> int:
 
     try:
         options = parse_check(arguments)
-    except (ValueError, ImportError) as error:
+    except (UserError, ImportError) as error:
         raise CommandError(_one_line(str(error)), f"{PROGRAM} check --help lists every option", status=2) from error
     return run_check(options)
 
@@ -207,7 +209,7 @@ def _run_trainer(subcommand: str, arguments: Sequence[str]) -> None:
     """Runs one of LightningCLI's subcommands; when it fails, no other rank of this node survives.
 
     Raises:
-        CommandError: LightningCLI's parser is not installed.
+        CommandError: LightningCLI's parser is not installed, or the Trainer does not take one of its arguments.
     """
     if not JSONARGPARSE:
         raise CommandError(f"{subcommand} needs jsonargparse", 'pip install "lightning_vdp[examples]"')
@@ -220,6 +222,9 @@ def _run_trainer(subcommand: str, arguments: Sequence[str]) -> None:
     try:
         _TrainerCLI([subcommand, *arguments], on_trainer)
     except BaseException as error:
+        # a wrong argument of the Trainer; in a run, Lightning's frames also raise it for hooks with other parameters
+        if not trainers and _is_raised_by_lightning(error, (TypeError,)):
+            raise CommandError(_one_line(str(error))) from error
         for trainer in trainers:
             known = not isinstance(error, Exception) or _as_command_error(error, _unwrap(error)) is not None
             _end_launched_ranks(trainer, grace_s=0 if known else 3)
@@ -282,18 +287,21 @@ def _as_command_error(error: BaseException, cause: BaseException) -> CommandErro
     """Returns the report of an error that its message alone explains, ``None`` for one that needs its traceback."""
     if isinstance(cause, CommandError):
         return cause
-    modules = _modules(cause)
-    if modules[-1] in PARSERS:
+    if _modules(cause)[-1] in PARSERS:
         labels = dict.fromkeys(_label(str(wrapper), str(cause)) for wrapper in _chain(error))
         hint = f"{PROGRAM} SUBCOMMAND --help lists every option"
         return CommandError(_one_line(" ".join([*labels, str(cause)])), hint, status=2)
-    raised = traceback.extract_tb(cause.__traceback__)[-1].line or ""
-    if not isinstance(cause, EXPECTED_ERRORS) or not raised.startswith("raise "):
-        return None
-    ours = modules[-1] == "lightning_vdp"
+    if isinstance(cause, UserError) or _is_raised_by_lightning(cause, LIGHTNINGS_ERRORS):
+        return CommandError(_one_line(str(cause)))
+    return None
+
+
+def _is_raised_by_lightning(error: BaseException, types: tuple[type[Exception], ...]) -> bool:
+    """Tells whether ``error`` is Lightning's own, or of one of ``types`` and raised in Lightning's code."""
+    modules = _modules(error)
     # with a user's frame in between, Lightning's message needs the line that led to it
-    lightnings = modules[-1] == "lightning" and LIBRARIES.issuperset(modules)
-    return CommandError(_one_line(str(cause))) if ours or lightnings else None
+    known = modules[-1] == "lightning" and LIBRARIES.issuperset(modules)
+    return known and isinstance(error, (MisconfigurationException, *types))
 
 
 def _label(message: str, cause: str) -> str:

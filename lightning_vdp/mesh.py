@@ -40,11 +40,11 @@ def resolve_sizes(
     """Chooses or checks the sizes of the two mesh axes.
 
     Args:
-        world_size: Number of ranks.
-        sequence_parallel_size: Ranks that hold one batch together, or "auto".
-        data_parallel_size: Number of replicas, or "auto".
-        devices_per_node: Ranks of one node: the largest size that "auto" takes. Default: the world.
-        query_heads: Attention head counts that an automatic size must divide.
+        world_size: The number of ranks.
+        sequence_parallel_size: The number of ranks that hold one batch together, or "auto".
+        data_parallel_size: The number of replicas, or "auto".
+        devices_per_node: The number of ranks of one node, beyond which "auto" does not go. Default: the world's.
+        query_heads: The numbers of attention heads that an automatic size must divide.
 
     Returns:
         `(data_parallel_size, sequence_parallel_size)`, whose product is the world size.
@@ -113,7 +113,8 @@ def _groups(device_type: str, data: int, sequence: int, timeout: timedelta | Non
 
 def _make_groups(device_type: str, data: int, sequence: int, timeout: timedelta | None) -> _Groups:
     ranks = torch.arange(data * sequence).view(data, sequence)
-    # each rank makes all groups, in one order
+    # each rank makes all groups, in one order; `init_device_mesh` gives them no timeout, and takes the world's own group for
+    # an axis of all ranks, in whose communicator exchanges would wait for what FSDP gathers ahead
     data_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
     sequence_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
     assert data_group is not None
@@ -151,10 +152,10 @@ class SequenceMesh:
     leaves a closed mesh behind, on which hooks do nothing.
 
     Args:
-        device_type: "cpu" or "cuda".
-        data_parallel_size: Number of replicas, D.
-        sequence_parallel_size: Ranks of one sequence group, S; consecutive global ranks.
-        timeout: For collectives in the groups. Default: that of the backend.
+        device_type: The type of the ranks' devices, "cpu" or "cuda".
+        data_parallel_size: The number of replicas, D.
+        sequence_parallel_size: The number of ranks of one sequence group, S, which are consecutive global ranks.
+        timeout: The time that a collective in the groups may take. Default: that of the backend.
     """
 
     def __init__(

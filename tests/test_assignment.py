@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from benchmarks.mixes import screenshots
 from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.vision.assign import assign, balanced, contiguous, loads
 from lightning_vdp.vision.cost import TowerCost, patches, tower_cost
@@ -41,6 +42,16 @@ def test_balanced_is_never_above_contiguous(seed: int) -> None:
 
 def test_two_large_units_among_small_ones() -> None:
     assert max(loads([99, 100, 1], balanced([99, 100, 1], 2), 2)) == 100
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 1.006), (4, 1.025)])
+def test_few_units_of_few_sizes_are_even(ranks: int, limit: float) -> None:
+    ratios = []
+    for seed in range(50):
+        costs = patches(split_frames(screenshots(seed)))
+        ratios.append(max(loads(costs, balanced(costs, ranks), ranks)) * ranks / sum(costs))
+    # without local search 1.011 and 1.034
+    assert sum(ratios) / len(ratios) <= limit
 
 
 def test_unknown_method_is_refused() -> None:

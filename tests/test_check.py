@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from lightning_vdp.check.inputs import vision_base
 from lightning_vdp.check.model import TOLERANCE, _failure
 from lightning_vdp.check.pages import models_page
 from lightning_vdp.check.rows import Divided, Row, read_rows, write_rows
-from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
 from lightning_vdp.check.walk import walk
 from lightning_vdp.testing import RankFailed
+from tests.spoiled_adjoints import SPOILED_ADJOINTS, spoil
 
 MOST_USED = (
     "gemma3",
@@ -104,16 +105,16 @@ def test_every_type_is_exact_or_refused() -> None:
 @pytest.mark.slow
 def test_a_spoiled_adjoint_turns_exact_rows_wrong() -> None:
     exact = [name for name, row in rows_of(*MODEL_TYPES).items() if row.status == "exact"]
-    spoiled = rows_of(*exact, spoiled="all_to_all")
+    spoiled = rows_of(*exact, prepare=partial(spoil, "all_to_all"))
     wrong = [name for name, row in spoiled.items() if row.status == "wrong"]
     assert len(wrong) >= 0.9 * len(exact)
 
 
-@pytest.mark.parametrize("name", sorted(SABOTAGES))
+@pytest.mark.parametrize("name", sorted(SPOILED_ADJOINTS))
 def test_each_spoiled_adjoint_is_seen(name: str) -> None:
     # sequences are gathered around sparse attention alone
     model_type = {"all_gather": "mistral_large4"}.get(name, "qwen2_vl")
-    row = rows_of(model_type, spoiled=name)[model_type]
+    row = rows_of(model_type, prepare=partial(spoil, name))[model_type]
     assert row.status == "wrong"
     assert "off by" in row.reason
 
@@ -214,17 +215,17 @@ def test_what_counts_as_divided(lengths: list[list[int]], units: list[list[int]]
 
 
 def test_a_crash_is_no_refusal() -> None:
-    import lightning_vdp.batch.validate
+    def failure(path: str, deliberate: tuple[int, ...], ranks: int) -> tuple[str, str]:
+        message = f'Rank 0 raised:\n  File "{path}", line 3, in f\n    x = y[0]\nUserError: no'
+        return _failure(RankFailed(message, dict.fromkeys(range(ranks), "UserError: no"), deliberate), 2)
 
-    def failure(path: str, code: str, ranks: int) -> tuple[str, str]:
-        message = f'Rank 0 raised:\n  File "{path}", line 3, in f\n    {code}\nValueError: no'
-        return _failure(RankFailed(message, dict.fromkeys(range(ranks), "ValueError: no")), 2)
-
-    ours = lightning_vdp.checks.__file__
-    assert failure(ours, 'raise ValueError("no")', 2) == ("refused", "no")
-    assert failure(ours, "x = y[0]", 2)[0] == "wrong"
-    assert failure("/elsewhere/torch/x.py", 'raise ValueError("no")', 2)[0] == "wrong"
-    assert failure(ours, 'raise ValueError("no")', 1) == ("wrong", "refused by ranks [0] of 2 alone: no")
+    ours = "/elsewhere/lightning_vdp/x.py"
+    assert failure(ours, (0, 1), 2) == ("refused", "no")
+    assert failure(ours, (), 2) == ("wrong", "the ranks crash: UserError: no (x.py:3)")
+    assert failure("/elsewhere/torch/x.py", (), 2)[0] == "wrong"
+    # the first to fail is the cause
+    assert failure(ours, (1,), 2)[0] == "wrong"
+    assert failure(ours, (0,), 1) == ("wrong", "refused by ranks [0] of 2 alone: no")
 
 
 def test_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +275,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "nothing to check"),
         (["llava", "--sizes", "1"], "whole numbers from 2 on"),
         (["llava", "--no-such-option"], "--no-such-option"),
+        (["llava", "--sabotage", "all_to_all"], "--sabotage"),
         (["no_module:factory"], "no_module"),
     ],
 )

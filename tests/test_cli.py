@@ -30,6 +30,10 @@ class BrokenInit(Model):
     def __init__(self) -> None:
         {}["missing"]
 
+class WrongHook(Model):
+    def training_step(self):
+        pass
+
 class Misconfigured(Model):
     def training_step(self, batch, batch_idx):
         raise MisconfigurationException("from the user")
@@ -142,6 +146,10 @@ def test_wrong_command_line_is_one_line_and_a_hint(
         (["--trainer.devices=two"], "`devices` selected with `CPUAccelerator` should be an int > 0"),
         (["--trainer.limit_train_batches=-3"], "You have passed invalid value -3 for limit_train_batches"),
         (["--ckpt_path=missing.ckpt"], "missing.ckpt"),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing", "--trainer.max_epochs=1"],
+            "Early stopping conditioned on metric `nothing` which is not available",
+        ),
     ],
 )
 def test_lightnings_own_error_is_one_line(
@@ -176,6 +184,12 @@ def test_error_of_the_users_code_keeps_its_traceback(folder: Path, model: str, e
     with pytest.raises(error) as raised:
         cli.main(["fit", f"--model={model}", *QUIET, "--trainer.fast_dev_run=true"])
     assert model.split(".")[0] in str(raised.traceback[-1].path)
+
+
+def test_hook_that_takes_other_arguments_keeps_its_traceback(folder: Path) -> None:
+    # raised in Lightning's code, which calls it
+    with pytest.raises(TypeError, match="training_step"):
+        cli.main(["fit", "--model=user_module.WrongHook", *QUIET, "--trainer.fast_dev_run=true"])
 
 
 def test_traceback_flag_shows_every_error(folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_vdp.errors import UserError
 from lightning_vdp.testing import RankFailed, RanksTimedOut, run_ranks
 
 
@@ -46,6 +47,37 @@ def test_failure_is_raised_with_the_traceback_of_its_rank() -> None:
         run_ranks(_one_raises, 2)
     assert caught.value.failures[1] == "KeyError: 'the cause'"
     assert time.monotonic() - started < 10
+
+
+def _refuses(*refusing: int) -> None:
+    if _rank() in refusing:
+        raise UserError("not like this")
+    raise ValueError("not like this")
+
+
+@pytest.mark.parametrize("refusing", [(), (1,), (0, 1)])
+def test_refusals_are_told_from_other_errors(refusing: tuple[int, ...]) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(_refuses, 2, *refusing)
+    assert caught.value.failures.keys() == {0, 1}
+    assert caught.value.deliberate == set(refusing)
+
+
+def _fail_in_turn() -> None:
+    time.sleep(0.3 * (2 - _rank()))
+    raise KeyError(_rank())
+
+
+def test_the_first_to_fail_comes_first() -> None:
+    with pytest.raises(RankFailed, match=r"Rank 2 of 3 raised \(so did 0, 1\)") as caught:
+        run_ranks(_fail_in_turn, 3)
+    assert list(caught.value.failures) == [2, 1, 0]
+
+
+def test_result_that_cannot_be_sent_is_a_failure() -> None:
+    with pytest.raises(RankFailed, match="Rank 0 of 1 raised") as caught:
+        run_ranks(lambda: lambda: None, 1)
+    assert "pickle" in caught.value.failures[0]
 
 
 def _one_waits() -> None:

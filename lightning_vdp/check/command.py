@@ -15,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_vdp.check.build import MODEL_TYPES
 from lightning_vdp.check.rows import STATUSES, Row, write_rows
-from lightning_vdp.check.sabotage import SABOTAGES
 from lightning_vdp.check.targets import Target, find_target
 from lightning_vdp.check.walk import LIMIT_S, walk
 from lightning_vdp.errors import UserError
@@ -63,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=LIMIT_S, help="seconds for one model and size (default: %(default)s)"
     )
-    parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help=argparse.SUPPRESS)
     return parser
 
 
@@ -108,12 +106,11 @@ class Options:
     """What a command line asks for.
 
     Args:
-        targets: The models.
-        sizes: Ranks of the sequence group.
-        json: File for the rows.
-        jobs: Checks that run at once; None: as many as `walk` thinks fit.
-        timeout: Seconds for one model and size.
-        sabotage: Name of an adjoint to spoil.
+        targets: The models to check.
+        sizes: The numbers of ranks of the sequence group at which to check them.
+        json: The file to write the rows to.
+        jobs: The number of checks that run at once; None leaves it to `walk`.
+        timeout: Seconds that one model may take at one size.
     """
 
     targets: tuple[Target, ...]
@@ -121,7 +118,6 @@ class Options:
     json: Path | None
     jobs: int | None
     timeout: float
-    sabotage: str | None
 
 
 def parse_check(arguments: Sequence[str]) -> Options:
@@ -136,7 +132,7 @@ def parse_check(arguments: Sequence[str]) -> Options:
     if not names:
         raise UserError("there is nothing to check: name a model, or ask for --all")
     targets = tuple(find_target(name) for name in names)
-    return Options(targets, tuple(options.sizes), options.json, options.jobs, options.timeout, options.sabotage)
+    return Options(targets, tuple(options.sizes), options.json, options.jobs, options.timeout)
 
 
 def run_check(options: Options) -> int:
@@ -158,7 +154,7 @@ def run_check(options: Options) -> int:
         def show(row: Row) -> None:
             progress.update(task, advance=1, description=f"{row.model_type}: {row.status}", refresh=True)
 
-        rows = walk(options.targets, options.sizes, show, options.jobs, options.sabotage, options.timeout)
+        rows = walk(options.targets, options.sizes, show, options.jobs, limit_s=options.timeout)
     console.print(_table(rows))
     counts = Counter(row.status for row in rows)
     console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import lightning_vdp
 from lightning_vdp.check.inputs import NoInput, make_batch, make_video_batch, vision_base
 from lightning_vdp.check.probe import Notes, ProbeModule
 from lightning_vdp.check.rows import Divided, Row
+from lightning_vdp.errors import UserError
 from lightning_vdp.families.find import find_models
 from lightning_vdp.testing.float64 import PromoteFloat32
 from lightning_vdp.testing.parity import ParityReport, measure_parity
@@ -25,7 +25,6 @@ __all__ = ["TOLERANCE", "check_model", "make_batches"]
 
 TOLERANCE = 1e-9
 _FIT_SECONDS = 90.0
-_PACKAGE = str(Path(lightning_vdp.__file__).parent)
 
 ModelFactory = Callable[[], PreTrainedModel]
 Batch = dict[str, Any]
@@ -35,7 +34,7 @@ def make_batches(model: PreTrainedModel) -> dict[str, Batch]:
     """Makes the batches of the check, by what is special about them.
 
     Args:
-        model: In float64.
+        model: The small model in float64.
 
     Raises:
         NoInput: If not even images in one row can be made.
@@ -49,9 +48,12 @@ def make_batches(model: PreTrainedModel) -> dict[str, Batch]:
     return batches
 
 
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()[:900]
+
+
 def _sentence(error: BaseException) -> str:
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    return f"{type(error).__name__}: {text}"[:600]
+    return _one_line(f"{type(error).__name__}: {error}")[:600]
 
 
 def _place(error: BaseException) -> str:
@@ -60,7 +62,7 @@ def _place(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
-def _plain_problem(model: PreTrainedModel, batches: dict[str, Batch]) -> str | None:
+def _find_problem_in_one_process(model: PreTrainedModel, batches: dict[str, Batch]) -> str | None:
     """Runs each batch forward and backward in this process; batches that alone fail are dropped.
 
     Returns:
@@ -90,10 +92,10 @@ def check_model(name: str, make_model: ModelFactory, size: int, on_fit: Callable
     """Checks one model at one size.
 
     Args:
-        name: What the row calls it.
-        make_model: Builds the same small model in float64 each time.
-        size: Ranks of the sequence group.
-        on_fit: Is called when one process has run the model and ranks begin to.
+        name: The name of the model in its row.
+        make_model: Builds the same small model in float64 each time it is called.
+        size: The number of ranks of the sequence group.
+        on_fit: Called when one process has run the model and the ranks begin to.
     """
     start = time.monotonic()
     row = partial(Row, name, size)
@@ -107,14 +109,14 @@ def check_model(name: str, make_model: ModelFactory, size: int, on_fit: Callable
         return ended("unbuildable", f"cannot be built: {_sentence(error)} ({_place(error)})")
     try:
         find_models(ProbeModule(model))
-    except ValueError as error:
-        return ended("refused", re.sub(r"\s+", " ", str(error)))
+    except UserError as error:
+        return ended("refused", _one_line(str(error)))
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with PromoteFloat32():
             batches = make_batches(model)
-        problem = _plain_problem(model, batches)
+        problem = _find_problem_in_one_process(model, batches)
     except Exception as error:
         problem = f"no input for it is known: {_sentence(error)}"
     finally:
@@ -132,7 +134,7 @@ def check_model(name: str, make_model: ModelFactory, size: int, on_fit: Callable
             timeout=_FIT_SECONDS,
         )
     except RanksTimedOut as error:
-        return ended("hung", re.sub(r"\s+", " ", str(error))[:900], batches=kinds)
+        return ended("hung", _one_line(str(error)), batches=kinds)
     except RankFailed as error:
         return ended(*_failure(error, size), batches=kinds)
     except AssertionError as error:
@@ -143,20 +145,20 @@ def check_model(name: str, make_model: ModelFactory, size: int, on_fit: Callable
 
 def _failure(error: RankFailed, size: int) -> tuple[str, str]:
     """Tells a refusal, which all ranks raise alike and on purpose, from a crash."""
-    text = str(error)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', text)
-    path, line, code = frames[-1] if frames else ("", "", "")
     messages = sorted(set(error.failures.values()))
-    deliberate = path.startswith(_PACKAGE) and code.startswith("raise ") and "/testing/" not in path
-    reason = re.sub(r"\s+", " ", messages[0].split(": ", 1)[-1] if deliberate else messages[0])[:900]
-    if not deliberate:
-        path, line, _ = next(
-            (frame for frame in reversed(frames) if "/transformers/models/" in frame[0]), (path, line, "")
-        )
-        return "wrong", f"the ranks crash: {reason} ({Path(path).name}:{line})"
+    if next(iter(error.failures)) not in error.deliberate:
+        return "wrong", f"the ranks crash: {_one_line(messages[0])} ({_crash_place(error)})"
+    reason = _one_line(messages[0].split(": ", 1)[-1])
     if len(error.failures) < size or len(messages) > 1:
         return "wrong", f"refused by ranks {sorted(error.failures)} of {size} alone: {reason}"
     return "refused", reason
+
+
+def _crash_place(error: RankFailed) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    of_models = [frame for frame in frames if "/transformers/models/" in frame[0]]
+    path, line = (of_models or frames or [("", "")])[-1]
+    return f"{Path(path).name}:{line}"
 
 
 def _measured(report: ParityReport) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import torch
 
 from lightning_vdp.check.model import check_model
 from lightning_vdp.check.rows import Row, Status
-from lightning_vdp.check.sabotage import sabotage
 from lightning_vdp.check.targets import Target
 
 __all__ = ["LIMIT_S", "walk"]
@@ -39,7 +38,11 @@ class _Running:
     started: float
 
 
-def _run(target: Target, size: int, path: Path, spoiled: str | None) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _run(target: Target, size: int, path: Path, prepare: Callable[[], None]) -> None:
     # the ranks that this process forks belong to its group, and end with it
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -51,8 +54,7 @@ def _run(target: Target, size: int, path: Path, spoiled: str | None) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if spoiled is not None:
-        sabotage(spoiled)
+    prepare()
     row = check_model(target.name, target.make_model, size, path.with_suffix(".fitting").touch)
     path.with_suffix(".part").write_text(json.dumps(row.to_dict()))
     path.with_suffix(".part").rename(path)
@@ -104,17 +106,17 @@ def walk(
     sizes: Sequence[int],
     on_row: Callable[[Row], None] = lambda row: None,
     jobs: int | None = None,
-    spoiled: str | None = None,
+    prepare: Callable[[], None] = _nothing,
     limit_s: float = LIMIT_S,
 ) -> list[Row]:
     """Checks each target at each size.
 
     Args:
-        targets: Models to check.
-        sizes: Numbers of ranks of the sequence group.
-        on_row: Function that gets each row as soon as there is one.
-        jobs: Checks that run at once. Default: as many as there are cores, at most four.
-        spoiled: Name of an adjoint to sabotage.
+        targets: The models to check.
+        sizes: The numbers of ranks of the sequence group at which to check them.
+        on_row: Called with each row as soon as it is there.
+        jobs: The number of checks that run at once. Default: as many as there are cores, at most four.
+        prepare: Called in the process of each check before it begins.
         limit_s: Seconds that one check may take.
 
     Returns:
@@ -130,7 +132,7 @@ def walk(
         try:
             while left:
                 while len(running) < jobs and (next_one := next(waiting, None)):
-                    running.append(_start(*next_one, Path(folder), spoiled))
+                    running.append(_start(*next_one, Path(folder), prepare))
                 time.sleep(0.02)
                 for entry in list(running):
                     if (row := _result(entry, limit_s)) is not None:
@@ -145,8 +147,8 @@ def walk(
     return [rows[target.name, size] for target, size in order]
 
 
-def _start(target: Target, size: int, folder: Path, spoiled: str | None) -> _Running:
+def _start(target: Target, size: int, folder: Path, prepare: Callable[[], None]) -> _Running:
     path = folder / f"{abs(hash(target.name))}_{size}.json"
-    process = get_context("fork").Process(target=_run, args=(target, size, path, spoiled))
+    process = get_context("fork").Process(target=_run, args=(target, size, path, prepare))
     process.start()
     return _Running(target, size, process, path, time.monotonic())

@@ -6,24 +6,26 @@ from lightning_vdp.errors import UnsupportedError
 
 __all__ = ["check_overrides"]
 
+_PACKAGE = __name__.partition(".")[0]
+
 
 def check_overrides(cls: type) -> None:
     """Checks that each method which a class marks with `override` still replaces one.
 
     Args:
-        cls: The class; its bases' own overrides are looked at too as far as they are this package's.
+        cls: The class to look at, with those of its bases that are this package's.
 
     Raises:
         UnsupportedError: If a base has no such method.
     """
-    for own in cls.__mro__:
-        if not own.__module__.startswith(__package__.partition(".")[0]):
+    for ours in cls.__mro__:
+        if ours.__module__.partition(".")[0] != _PACKAGE:
             continue
-        bases = own.__mro__[1:]
-        for name, member in vars(own).items():
+        bases = ours.__mro__[1:]
+        for name, member in vars(ours).items():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if getattr(function, "__override__", False) and not any(name in vars(base) for base in bases):
                 raise UnsupportedError(
-                    f"Lightning {lightning.__version__} has no `{bases[0].__name__}.{name}`, which {own.__name__} replaces and "
-                    "which nobody would call; install a version of Lightning that this version of lightning_vdp names."
+                    f"Lightning {lightning.__version__} has no `{bases[0].__name__}.{name}`, which {ours.__name__} replaces "
+                    "and which nobody would call; install a version of Lightning that this version of lightning_vdp names."
                 )

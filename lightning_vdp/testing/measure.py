@@ -16,10 +16,10 @@ class ByteCounter(TorchDispatchMode):
     """Within it, counts the bytes that this process receives from other ranks in all-to-all exchanges and all-gathers.
 
     Args:
-        group: Count those of this group alone.
+        group: The group whose exchanges are counted; None counts those of all groups.
 
     Attributes:
-        received: Bytes of each exchange in order.
+        received: The bytes that each exchange brought, in order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -36,8 +36,8 @@ class ByteCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gathered(output: Tensor, own: Tensor) -> int:
-    return (output.numel() - own.numel()) * output.element_size()
+def _gathered(output: Tensor, sent: Tensor) -> int:
+    return (output.numel() - sent.numel()) * output.element_size()
 
 
 def _exchanged(output: Tensor, sizes: list[int] | None, group: dist.ProcessGroup) -> int:
@@ -51,7 +51,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Within it, counts the bytes that forwards keep for backward: each storage once and whole, parameters left out.
 
     Args:
-        module: Whose parameters are left out; FSDP may have divided it.
+        module: The module whose parameters are left out; FSDP may have divided it.
         given: Tensors that are left out because somebody else holds them too, such as those of the batch.
     """
 

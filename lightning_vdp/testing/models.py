@@ -110,10 +110,10 @@ def tiny_model(
 
     Args:
         model_type: One of `TINY_FAMILIES`.
-        attention: Attention implementation.
-        heads: Query heads of the decoder; 4 or 8.
-        key_value_heads: Key-value heads of the decoder.
-        seed: Of the parameters.
+        attention: The attention implementation, such as "sdpa" or "eager".
+        heads: The number of query heads of the decoder, 4 or 8.
+        key_value_heads: The number of key-value heads of the decoder.
+        seed: The seed of the parameters.
         **text: Further fields of the text config.
     """
     stem, vision, extra = TINY_FAMILIES[model_type]
@@ -161,8 +161,8 @@ def add_noise(model: nn.Module, seed: int, spread: float = 0.05) -> None:
 
     Args:
         model: The model.
-        seed: Of the noise.
-        spread: Standard deviation of the noise.
+        seed: The seed of the noise.
+        spread: The standard deviation of the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -207,14 +207,14 @@ def tiny_batch(
 
     Args:
         model_type: One of `TINY_FAMILIES`.
-        rows: For each row of the batch, the grids ``(time, height, width)`` of its images; families whose images have
-            one size take their number alone.
-        videos: For each row, the grids of its videos.
-        text: Words around each image.
-        seed: Of words and pixels.
-        padding: The side on which shorter rows are padded.
-        length: Pad all rows to at least this many positions.
-        dtype: Of the pixels.
+        rows: The grids ``(time, height, width)`` of the images of each row; families whose images have one size take
+            their number alone.
+        videos: The grids of the videos of each row.
+        text: The number of words around each image.
+        seed: The seed of words and pixels.
+        padding: The side on which shorter rows are padded, "left" or "right".
+        length: The number of positions to which all rows are padded at least.
+        dtype: The type of the pixels.
     """
     draw = torch.Generator().manual_seed(seed)
     videos = list(videos) or [()] * len(rows)

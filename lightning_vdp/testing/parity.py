@@ -1,5 +1,7 @@
 """The exactness harness: a distributed fit compared with one plain process, in float64, parameter by parameter."""
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,8 +41,8 @@ class ParityModule(pl.LightningModule):
     """The smallest module around a model: its own loss, and SGD, which does not blow up rounding as Adam does.
 
     Args:
-        model: Called with each batch as keyword arguments; must return an object with a `loss`.
-        learning_rate: Of SGD with momentum.
+        model: The model, which takes a batch as keyword arguments and returns an object with a `loss`.
+        learning_rate: The learning rate of SGD with momentum.
     """
 
     def __init__(self, model: nn.Module, learning_rate: float = 0.05) -> None:
@@ -67,11 +69,11 @@ class FitRecord:
     """What one fit did.
 
     Args:
-        losses: Of each micro-step of this process.
-        gradients: For each optimizer step, every parameter's gradient before clipping; rank 0 only.
-        norms: For each optimizer step, the gradients' norm before clipping.
-        parameters: Every parameter after the fit; rank 0 only.
-        notes: What the module put into its attribute `notes`, if it has one.
+        losses: The loss of each micro-step of this process.
+        gradients: The gradient of every parameter before clipping, by name, for each optimizer step; on rank 0 only.
+        norms: The norm of all gradients before clipping, for each optimizer step.
+        parameters: Every parameter after the fit, by name; on rank 0 only.
+        notes: The module's attribute `notes`, if it has one.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -188,12 +190,10 @@ def _fit_divided(
     strategy_arguments: dict[str, Any],
     arguments: dict[str, Any],
 ) -> FitRecord:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else _rank_from_launcher()
-    size = strategy_arguments["sequence_parallel_size"]
-    replicas = world_size // size
+    rank, size = int(os.environ["RANK"]), strategy_arguments["sequence_parallel_size"]
     return _fit(
         make_module(),
-        batches[rank // size :: replicas],
+        batches[rank // size :: world_size // size],
         devices=world_size,
         strategy=UlyssesVisionDPStrategy(**strategy_arguments),
         plugins=[UlyssesVisionDPPrecision("64-true")],
@@ -201,24 +201,18 @@ def _fit_divided(
     )
 
 
-def _rank_from_launcher() -> int:
-    import os
-
-    return int(os.environ["RANK"])
-
-
 @dataclass(frozen=True)
 class ParityReport:
     """Largest relative errors of a distributed fit, and where they are.
 
     Args:
-        loss: Over all micro-steps and ranks.
-        gradient: Over all optimizer steps and parameters.
-        norm: Over all optimizer steps.
-        parameter: Over all parameters after the last step.
-        worst_gradient: Name of the parameter with the largest gradient error.
-        worst_parameter: Name of the parameter with the largest error.
-        steps: Optimizer steps compared.
+        loss: The largest error of a loss, over all micro-steps and ranks.
+        gradient: The largest error of a gradient, over all optimizer steps and parameters.
+        norm: The largest error of the gradients' norm, over all optimizer steps.
+        parameter: The largest error of a parameter after the last step.
+        worst_gradient: The name of the parameter whose gradient has the largest error.
+        worst_parameter: The name of the parameter that has the largest error.
+        steps: The number of optimizer steps that were compared.
         notes: The module's notes in each rank.
         notes_alone: The module's notes in one process.
     """
@@ -250,6 +244,48 @@ def _worst(values: dict[str, Tensor], truths: dict[str, Tensor]) -> tuple[float,
     return max((_error(values[name], truths[name], scale), name) for name in truths)
 
 
+def _relative(value: float, truth: float) -> float:
+    return float("inf") if math.isnan(value) else abs(value - truth) / (abs(truth) or 1.0)
+
+
+def _loss_error(records: Sequence[FitRecord], truth: FitRecord, sequence_parallel_size: int) -> float:
+    replicas = len(records) // sequence_parallel_size
+    largest = 0.0
+    for rank, record in enumerate(records):
+        expected = truth.losses[rank // sequence_parallel_size :: replicas]
+        if len(record.losses) != len(expected):
+            raise AssertionError(f"Rank {rank} ran {len(record.losses)} micro-steps instead of {len(expected)}.")
+        largest = max([largest, *map(_relative, record.losses, expected)])
+    return largest
+
+
+def _compare(records: Sequence[FitRecord], truth: FitRecord, sequence_parallel_size: int) -> ParityReport:
+    """Compares what the ranks recorded with the record of one process.
+
+    Raises:
+        AssertionError: If they do not have the same steps and parameters.
+    """
+    if not all(torch.isfinite(value).all() for step in truth.gradients for value in step.values()):
+        raise AssertionError("One process has gradients that are not finite: the batches show nothing.")
+    first = records[0]
+    steps = len(truth.gradients)
+    if steps == 0 or len(first.gradients) != steps:
+        raise AssertionError(f"The ranks took {len(first.gradients)} optimizer steps, one process {steps}.")
+    gradient, worst_gradient = max(map(_worst, first.gradients, truth.gradients))
+    parameter, worst_parameter = _worst(first.parameters, truth.parameters)
+    return ParityReport(
+        loss=_loss_error(records, truth, sequence_parallel_size),
+        gradient=gradient,
+        norm=max(_relative(*norms) for record in records for norms in zip(record.norms, truth.norms)),
+        parameter=parameter,
+        worst_gradient=worst_gradient,
+        worst_parameter=worst_parameter,
+        steps=steps,
+        notes=tuple(record.notes for record in records),
+        notes_alone=truth.notes,
+    )
+
+
 def measure_parity(
     make_module: ModuleFactory,
     batches: Sequence[Any],
@@ -270,14 +306,14 @@ def measure_parity(
     Args:
         make_module: Builds the same LightningModule, with the same parameters, each time it is called. Its optimizer
             should not divide by the size of gradients as Adam does: where a true gradient is zero, that is noise.
-        batches: What the module's `training_step` takes, one after another.
-        world_size: Number of ranks.
-        sequence_parallel_size: Ranks of a sequence group.
-        accumulate_grad_batches: Micro-steps of an optimizer step of one replica.
-        fsdp_version: Version of torch's FSDP.
+        batches: The batches that the module's `training_step` takes, one after another.
+        world_size: The number of ranks.
+        sequence_parallel_size: The number of ranks of a sequence group.
+        accumulate_grad_batches: The number of micro-steps that a replica takes for one optimizer step.
+        fsdp_version: The version of torch's FSDP, 1 or 2.
         strategy_arguments: Further arguments of `UlyssesVisionDPStrategy`.
         trainer_arguments: Further arguments of both Trainers.
-        timeout: Seconds for each of the two fits.
+        timeout: Seconds that each of the two fits may take.
 
     Returns:
         The largest relative errors.
@@ -285,9 +321,9 @@ def measure_parity(
     Raises:
         AssertionError: If a rank fails or hangs, or the two fits do not have the same steps and parameters.
     """
-    replicas = world_size // sequence_parallel_size
     arguments = dict(trainer_arguments or {})
-    alone = {**arguments, "accumulate_grad_batches": replicas * accumulate_grad_batches}
+    batches_per_step = world_size // sequence_parallel_size * accumulate_grad_batches
+    alone = {**arguments, "accumulate_grad_batches": batches_per_step}
     divided = {**arguments, "accumulate_grad_batches": accumulate_grad_batches}
     strategy = {
         "sequence_parallel_size": sequence_parallel_size,
@@ -295,36 +331,8 @@ def measure_parity(
         **(strategy_arguments or {}),
     }
     (truth,) = run_ranks(_fit_alone, 1, make_module, batches, alone, timeout=timeout)
-    records: list[FitRecord] = run_ranks(
-        _fit_divided, world_size, make_module, batches, world_size, strategy, divided, timeout=timeout
-    )
-    if not all(torch.isfinite(value).all() for step in truth.gradients for value in step.values()):
-        raise AssertionError("One process has gradients that are not finite: the batches show nothing.")
-    first = records[0]
-    steps = len(truth.gradients)
-    if steps == 0 or len(first.gradients) != steps:
-        raise AssertionError(f"The ranks took {len(first.gradients)} optimizer steps, one process {steps}.")
-    loss = 0.0
-    for rank, record in enumerate(records):
-        expected = truth.losses[rank // sequence_parallel_size :: replicas]
-        if len(record.losses) != len(expected):
-            raise AssertionError(f"Rank {rank} ran {len(record.losses)} micro-steps instead of {len(expected)}.")
-        pairs = list(zip(record.losses, expected))
-        loss = max([loss, *(abs(a - b) / (abs(b) or 1.0) if a == a else float("inf") for a, b in pairs)])
-    gradient, worst_gradient = max(_worst(a, b) for a, b in zip(first.gradients, truth.gradients))
-    parameter, worst_parameter = _worst(first.parameters, truth.parameters)
-    norm = max(abs(a - b) / (abs(b) or 1.0) for record in records for a, b in zip(record.norms, truth.norms))
-    return ParityReport(
-        loss,
-        gradient,
-        norm,
-        parameter,
-        worst_gradient,
-        worst_parameter,
-        steps,
-        tuple(record.notes for record in records),
-        truth.notes,
-    )
+    records = run_ranks(_fit_divided, world_size, make_module, batches, world_size, strategy, divided, timeout=timeout)
+    return _compare(records, truth, sequence_parallel_size)
 
 
 def assert_parity(
@@ -335,7 +343,7 @@ def assert_parity(
     Args:
         make_module: See `measure_parity`.
         batches: See `measure_parity`.
-        tolerance: Largest relative error.
+        tolerance: The largest relative error that passes.
         **arguments: See `measure_parity`.
 
     Raises:

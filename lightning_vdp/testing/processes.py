@@ -11,14 +11,17 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing import ProcessContext, ProcessExitedException, start_processes
+
+from lightning_vdp.errors import UserError
 
 __all__ = ["RankFailed", "RanksTimedOut", "run_ranks"]
 
@@ -26,17 +29,36 @@ __all__ = ["RankFailed", "RanksTimedOut", "run_ranks"]
 _GRACE_S = 5.0
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of one rank.
+
+    Args:
+        result: What its function returned.
+        error: The exception that it raised, as ``"Type: message"``.
+        traceback: The traceback of that exception.
+        deliberate: Whether the exception was a `UserError`.
+    """
+
+    result: Any = None
+    error: str | None = None
+    traceback: str = ""
+    deliberate: bool = False
+
+
 class RankFailed(AssertionError):
-    """A rank raised; the message holds that rank's traceback.
+    """A rank raised or died; the message holds that rank's traceback.
 
     Args:
         message: What happened.
-        failures: The exception of each rank that raised, as ``"Type: message"``, by rank.
+        failures: The exception of each rank that raised, as ``"Type: message"``, by rank; the first to fail comes first.
+        deliberate: The ranks whose exception was a `UserError`, which this package raises on purpose.
     """
 
-    def __init__(self, message: str, failures: dict[int, str]) -> None:
+    def __init__(self, message: str, failures: dict[int, str], deliberate: Collection[int] = ()) -> None:
         super().__init__(message)
         self.failures = failures
+        self.deliberate = frozenset(deliberate)
 
 
 class RanksTimedOut(AssertionError):
@@ -69,7 +91,7 @@ def _opened_store(port: int) -> Iterator[None]:
 
 
 def _rank_main(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
+    rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int, folder: Path
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -83,19 +105,24 @@ def _rank_main(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
-    path = Path(folder)
-    with open(path / f"{rank}.stack", "w") as stack:
+    with open(folder / f"{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         try:
             with _opened_store(port) if rank == 0 and world_size > 1 else contextlib.nullcontext():
-                outcome: tuple[Any, ...] = ("returned", function(*args))
+                outcome = _Outcome(function(*args))
+            # a result that cannot be pickled is an error of this rank
+            pickled = pickle.dumps(outcome)
         except BaseException as error:
-            outcome = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
-        (path / f"{rank}.part").write_bytes(pickle.dumps(outcome))
-        (path / f"{rank}.part").rename(path / f"{rank}.outcome")
+            text = f"{type(error).__name__}: {error}"
+            outcome = _Outcome(None, text, traceback.format_exc(), isinstance(error, UserError))
+            pickled = pickle.dumps(outcome)
+        (folder / f"{rank}.part").write_bytes(pickled)
+        (folder / f"{rank}.part").rename(folder / f"{rank}.outcome")
         sys.stdout.flush()
         sys.stderr.flush()
-        if outcome[0] == "returned" and dist.is_initialized():
+        if outcome.error is not None:
+            sys.exit(1)
+        if dist.is_initialized():
             # rank 0 hosts the store: it must outlive the others' goodbye
             with contextlib.suppress(Exception):
                 dist.barrier()
@@ -110,10 +137,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     ``torch.distributed.init_process_group("gloo")``.
 
     Args:
-        function: What each rank runs; closures and lambdas too.
-        world_size: Number of ranks.
-        *args: Its arguments.
-        timeout: Seconds for all ranks together.
+        function: The function that each rank runs; closures and lambdas too.
+        world_size: The number of ranks.
+        *args: The function's arguments.
+        timeout: Seconds that all ranks together may take.
 
     Returns:
         What each rank returned, by rank.
@@ -128,77 +155,57 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             "This process has a process group, which simulated ranks would inherit; destroy it first, or "
             "keep Trainers with several devices out of it."
         )
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        port = _free_port()
-        processes: list[BaseProcess] = [
-            context.Process(target=_rank_main, args=(function, args, rank, world_size, port, folder), daemon=False)
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
+    with tempfile.TemporaryDirectory(prefix="ranks_") as name:
+        folder = Path(name)
+        arguments = (function, args, world_size, _free_port(), folder)
+        context = start_processes(_rank_main, arguments, world_size, join=False, start_method="fork")
         try:
-            timed_out = not _wait(processes, Path(folder), timeout)
-            stacks = _waiting_lines(processes, Path(folder)) if timed_out else {}
+            stacks = {} if _join(context, timeout) else _waiting_lines(context.processes, folder)
         finally:
-            _end(processes)
-        outcomes = [_outcome(Path(folder), rank) for rank in range(world_size)]
-        # the first to fail is the cause; the others usually lost their connection to it
-        in_time = sorted(Path(folder).glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
-    failures = {
-        rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None and outcome[0] == "raised"
-    }
-    if failures:
-        first = next(rank for rank in (int(path.stem) for path in in_time) if rank in failures)
-        raise RankFailed(
-            f"Rank {first} of {world_size} raised"
-            + (f" (so did {', '.join(str(rank) for rank in failures if rank != first)})" if len(failures) > 1 else "")
-            + f":\n{failures[first][2]}",
-            {rank: outcome[1] for rank, outcome in failures.items()},
-        )
-    if timed_out:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        files = sorted(folder.glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
+        outcomes: dict[int, _Outcome] = {int(path.stem): pickle.loads(path.read_bytes()) for path in files}
+    _raise_failures(outcomes, world_size)
+    if stacks:
         lines = "\n".join(f"rank {rank}: {stacks.get(rank, 'ended')}" for rank in range(world_size))
         raise RanksTimedOut(f"{len(stacks)} of {world_size} ranks still ran after {timeout} s:\n{lines}")
-    results = []
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None:
-            raise RankFailed(f"Rank {rank} died with exit code {processes[rank].exitcode}.", {rank: "died"})
-        results.append(outcome[1])
-    return results
+    for rank, process in enumerate(context.processes):
+        if rank not in outcomes:
+            raise RankFailed(f"Rank {rank} died with exit code {process.exitcode}.", {rank: "died"})
+    return [outcomes[rank].result for rank in range(world_size)]
 
 
-def _wait(processes: list[BaseProcess], folder: Path, timeout: float) -> bool:
+def _join(context: ProcessContext, timeout: float) -> bool:
     """Waits until all ranks ended, or one failed and the others had their grace; False at the timeout."""
     deadline = time.monotonic() + timeout
-    failed_at = None
-    while any(process.is_alive() for process in processes):
-        now = time.monotonic()
-        if failed_at is None and any(_failed(process, folder, rank) for rank, process in enumerate(processes)):
-            failed_at = now
-        if failed_at is not None and now - failed_at > _GRACE_S:
-            return True
-        if now > deadline:
-            return False
-        time.sleep(0.01)
+    # what the ranks leave behind tells more than torch does
+    with contextlib.suppress(ProcessExitedException):
+        while not context.join(max(0.0, deadline - time.monotonic()), _GRACE_S):
+            if time.monotonic() > deadline:
+                return False
     return True
 
 
-def _failed(process: BaseProcess, folder: Path, rank: int) -> bool:
-    outcome = _outcome(folder, rank)
-    if outcome is not None:
-        return bool(outcome[0] == "raised")
-    return process.exitcode not in (None, 0)
+def _raise_failures(outcomes: dict[int, _Outcome], world_size: int) -> None:
+    # the first to fail is the cause; the others usually lost their connection to it
+    failures = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
+    if not failures:
+        return
+    first, *others = failures
+    also = f" (so did {', '.join(map(str, sorted(others)))})" if others else ""
+    raise RankFailed(
+        f"Rank {first} of {world_size} raised{also}:\n{outcomes[first].traceback}",
+        failures,
+        [rank for rank in failures if outcomes[rank].deliberate],
+    )
 
 
-def _outcome(folder: Path, rank: int) -> tuple[Any, ...] | None:
-    path = folder / f"{rank}.outcome"
-    return pickle.loads(path.read_bytes()) if path.exists() else None  # our own children wrote it
-
-
-def _waiting_lines(processes: list[BaseProcess], folder: Path) -> dict[int, str]:
-    running = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in running:
-        pid = processes[rank].pid
+def _waiting_lines(processes: Sequence[BaseProcess], folder: Path) -> dict[int, str]:
+    """Finds where each rank that still runs is: its frames, innermost first."""
+    running = {rank: process.pid for rank, process in enumerate(processes) if process.is_alive()}
+    for pid in running.values():
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
@@ -208,11 +215,3 @@ def _waiting_lines(processes: list[BaseProcess], folder: Path) -> dict[int, str]
         frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File")]
         lines[rank] = "\n    ".join(frames) if frames else "no Python frame"
     return lines
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join()

@@ -1,4 +1,4 @@
-"""Spoiling one adjoint on purpose, so that tests see whether a check can fail. Only for processes that end after it."""
+"""Adjoints spoiled on purpose, so that tests see whether a check can fail."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_vdp import collectives
-
-__all__ = ["SABOTAGES", "sabotage"]
 
 
 def _unreversed(ctx: Any, flat: Tensor) -> Tensor:
@@ -29,7 +27,7 @@ def _not_summed(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return gradient.clone(), None, None
 
 
-SABOTAGES: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
+SPOILED_ADJOINTS: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
     "all_to_all": (collectives._AllToAll, "way_back", _unreversed),
     "all_gather": (collectives._AllGather, "backward", _sliced),
     "all_reduce": (collectives._AllReduce, "backward", _not_summed),
@@ -37,11 +35,11 @@ SABOTAGES: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
 """By name: the collective, what of it is replaced, and by what."""
 
 
-def sabotage(name: str) -> None:
+def spoil(name: str) -> None:
     """Spoils an adjoint in this process and all that it forks; there is no way back.
 
     Args:
-        name: One of `SABOTAGES`.
+        name: One of `SPOILED_ADJOINTS`.
     """
-    function, method, spoiled = SABOTAGES[name]
+    function, method, spoiled = SPOILED_ADJOINTS[name]
     setattr(function, method, staticmethod(spoiled))
