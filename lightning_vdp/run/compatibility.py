@@ -6,6 +6,8 @@ from lightning_vdp.errors import UnsupportedError
 
 __all__ = ["check_overrides"]
 
+_PACKAGE = __name__.partition(".")[0]
+
 
 def check_overrides(cls: type) -> None:
     """Checks that each method which a class marks with `override` still replaces one.
@@ -17,7 +19,7 @@ def check_overrides(cls: type) -> None:
         UnsupportedError: If a base has no such method.
     """
     for own in cls.__mro__:
-        if not own.__module__.startswith(__package__):
+        if own.__module__.partition(".")[0] != _PACKAGE:
             continue
         bases = own.__mro__[1:]
         for name, member in vars(own).items():
