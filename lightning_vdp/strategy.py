@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.batch.host_copies import host_tensors, keep_host_copies, keep_samples, sample
+from lightning_vdp.batch.host_copies import move_with_host_copies
 from lightning_vdp.batch.loader import AgreedLoader
 from lightning_vdp.batch.predictions import is_repeated
 from lightning_vdp.batch.same import suspect_loader
@@ -51,16 +51,12 @@ from lightning_vdp.run.compatibility import check_overrides
 from lightning_vdp.run.locate import locate
 from lightning_vdp.run.notebook import NotebookLauncher
 from lightning_vdp.run.signals import Sigterm
+from lightning_vdp.run.watched import watched
 from lightning_vdp.settings import Settings, check_choice
 
 __all__ = ["UlyssesVisionDPStrategy"]
 
 log = logging.getLogger(__name__)
-
-# what planning reads on the host, in addition to what says something of images
-_HOST_COPIES = frozenset(("input_ids", "labels", "shift_labels", "position_ids"))
-# what ranks of a group compare by a few values
-_HOST_SAMPLES = frozenset(("pixel_values", "pixel_values_videos"))
 
 
 class UlyssesVisionDPStrategy(FSDPStrategy):
@@ -151,7 +147,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         self._mesh: SequenceMesh | None = None
         self._division = Division()
         self._whole_towers: list[nn.Module] = []
-        self._host_copies = _HOST_COPIES
+        self._host_copies: frozenset[str] = frozenset()
         self._sigterm: Sigterm | None = None
         self._continued: list[Any] = []
 
@@ -248,7 +244,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             self._mesh.reopen()
             return
         heads = query_heads(self.lightning_module) if self.lightning_module is not None else []
-        sizes = resolve_sizes(self.world_size, *self._requested_sizes, self.num_processes, heads)
+        sizes = resolve_sizes(dist.get_world_size(), *self._requested_sizes, self.num_processes, heads)
         if sizes[1] == 1 and self._requested_sizes == ("auto", "auto") and self.num_processes > 1:
             warn_that_nothing_is_divided(self.strategy_name, self.num_processes, heads)
         self._mesh = SequenceMesh(self.root_device.type, *sizes, timeout=self._timeout)
@@ -264,11 +260,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
         self.mesh.suspicion = max(self.mesh.suspicion, suspect_loader(dataloader, self.data_parallel_size))
-        assert self.lightning_module is not None
         return AgreedLoader(
             super().process_dataloader(dataloader),
             self.mesh,
-            until_last=bool(self.lightning_module.trainer.predicting),
+            until_last=bool(self._module.trainer.predicting),
             is_stopped=lambda: self._sigterm is not None and self._sigterm.noted,
         )
 
@@ -278,50 +273,56 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.model is not None
-        assert self.lightning_module is not None
         check_overrides(type(self))
         check_overrides(type(self.precision_plugin))
-        settings, divided = self._settings, self.sequence_parallel_size > 1
+        settings, module, divided = self._settings, self._module, self.sequence_parallel_size > 1
         settings.check_group_size(self.sequence_parallel_size)
         self.mesh.suspicion = 0
-        models = find_models(self.model) if divided or not settings.shard_frozen_tower else []
-        self._host_copies = _HOST_COPIES.union(*(model.family.describing for model in models))
-        self._whole_towers = (
-            [] if settings.shard_frozen_tower else keep_towers_whole(models, self.kwargs, self.root_device)
-        )
+        models = find_models(module) if divided or not settings.shard_frozen_tower else []
+        self._host_copies = frozenset[str]().union(*(model.family.describing for model in models))
+        self._whole_towers = []
+        if not settings.shard_frozen_tower:
+            self._whole_towers = keep_towers_whole(models, self.kwargs, self.root_device)
         # refuses before anything is changed
-        known_root(self.lightning_module, self._backend, self._wrapping)
+        known_root(module, self._backend, self._wrapping)
         self._division = divide_models(models, self.mesh, settings, self._whole_towers)
-        check_run(trainer, self.model, self.cpu_offload, str(self.precision_plugin.precision), self.root_device)
+        check_run(trainer, module, self.cpu_offload, str(self.precision_plugin.precision), self.root_device)
         self._sigterm = Sigterm(trainer)
         super().setup(trainer)
-        check_wrapped(self.model, models if divided else [], self._whole_towers)
-        self.mesh.headers_first = wraps_more_than_default(self.model)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.lightning_module.automatic_optimization:
-            self._backend.check_manual_optimization(self.model)
-        self._backend.enter(self.model)
+        root, fitting = self._root, trainer.state.fn == TrainerFn.FITTING
+        check_wrapped(root, models if divided else [], self._whole_towers)
+        self.mesh.headers_first = wraps_more_than_default(root)
+        if fitting and not module.automatic_optimization:
+            self._backend.check_manual_optimization(root)
+        self._backend.enter(root)
         if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
-            self.precision_plugin.fsdp_root = self.model
-            self.precision_plugin.compute_device = self.root_device
+            self.precision_plugin.fsdp_root, self.precision_plugin.compute_device = root, self.root_device
         if divided:
             self.mesh.watch.locate = partial(locate, trainer)
             if settings.hang_warning_s is not None:
                 self.mesh.start_watch(settings.hang_warning_s)
-        if divided and fitting:
-            replicas, size = self.data_parallel_size, self.sequence_parallel_size
-            announce_global_batch(self.strategy_name, replicas, size, trainer.accumulate_grad_batches)
+            if fitting:
+                sizes = (self.data_parallel_size, self.sequence_parallel_size)
+                announce_global_batch(self.strategy_name, *sizes, trainer.accumulate_grad_batches)
+
+    @property
+    def _module(self) -> "pl.LightningModule":
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _root(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
 
     @property
     def _wrapping(self) -> Wrapping:
-        on_cpu = self.root_device.type == "cpu"
         arguments = {
             "cpu_offload": self.cpu_offload,
             "mixed_precision": self.mixed_precision_config,
             "sharding_strategy": self.sharding_strategy,
-            # on the CPU Lightning's index is None, with which FSDP looks for an accelerator
-            "device_id": self.root_device if on_cpu else self.root_device.index,
+            # not its index, as Lightning gives: on the CPU there is none, with which FSDP looks for an accelerator
+            "device_id": self.root_device,
             **({"ignored_modules": self._whole_towers} if self._whole_towers else {}),
             **self.kwargs,
         }
@@ -339,65 +340,29 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._reshard()
+        self._backend.reshard(self._root)
 
-    @override
-    def on_test_end(self) -> None:
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._reshard()
-
-    def _reshard(self) -> None:
-        assert self.model is not None
-        self._backend.reshard(self.model)
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # collected before: processors' outputs move in place
-        on_cpu = self.root_device.type == "cpu"
-        collected = None if on_cpu else host_tensors(batch, self._host_copies)
-        samples = None if on_cpu else host_tensors(batch, _HOST_SAMPLES, sample)
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        keep_host_copies(collected, moved)
-        keep_samples(samples, moved)
-        return moved
+        move = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return move() if self.root_device.type == "cpu" else move_with_host_copies(batch, move, self._host_copies)
 
-    # ---- steps: what this rank does, and what to say if another one's failure ends it
+    # ---- steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("training_step"):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("validation_step"):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("test_step"):
-            return super().test_step(*args, **kwargs)
+    training_step = watched(FSDPStrategy.training_step)
+    validation_step = watched(FSDPStrategy.validation_step)
+    test_step = watched(FSDPStrategy.test_step)
+    backward = watched(FSDPStrategy.backward)
+    optimizer_step = watched(FSDPStrategy.optimizer_step)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.mesh.watch.step("predict_step"):
             predictions = super().predict_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        repeated = is_repeated(self.lightning_module.trainer, *args[1:], *kwargs.values())
+        repeated = is_repeated(self._module.trainer, *args[1:], *kwargs.values())
         return None if repeated else predictions
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.mesh.watch.step("backward"):
-            return super().backward(*args, **kwargs)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("optimizer_step"):
-            return super().optimizer_step(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -420,29 +385,21 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     # ---- checkpoints
 
-    @property
-    def _saves_whole(self) -> bool:
-        return self._state_dict_type == "full"
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        assert self.lightning_module is not None
-        weights = self._backend.model_state(self.model, self._saves_whole)
-        return weights if self._settings.save_frozen_weights else without_frozen(weights, self.lightning_module)
+        weights = self._backend.model_state(self._root, full=self._state_dict_type == "full")
+        return weights if self._settings.save_frozen_weights else without_frozen(weights, self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        assert self.model is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return self._backend.optimizer_state(self.model, optimizer, self._saves_whole)
+        return self._backend.optimizer_state(self._root, optimizer, full=self._state_dict_type == "full")
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        add_facts(checkpoint, self.lightning_module, self.data_parallel_size, self._settings.save_frozen_weights)
-        filepath, sharded = self.broadcast(filepath), not self._saves_whole
+        add_facts(checkpoint, self._module, self.data_parallel_size, self._settings.save_frozen_weights)
+        filepath, sharded = self.broadcast(filepath), self._state_dict_type == "sharded"
         if is_left_to_lightning(filepath, storage_options, self.checkpoint_io, sharded):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -450,26 +407,24 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None
-        assert self.lightning_module is not None
         path = newest(Path(self.broadcast(checkpoint_path)))
         if weights_only is not False:
             check_holds_data(path)
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         may_lack_weights = not self._settings.save_frozen_weights
         load_by_lightning = partial(super().load_checkpoint, path, weights_only)
-        with loosened(self.lightning_module, enabled=may_lack_weights):
-            optimizers, strict = self.optimizers if fitting else [], self.lightning_module.strict_loading
-            request = LoadRequest(path, optimizers, strict, may_lack_weights, weights_only)
-            checkpoint = self._backend.load(self.model, request, load_by_lightning)
+        with loosened(self._module, enabled=may_lack_weights):
+            request = LoadRequest(
+                path, self.optimizers if fitting else [], self._module.strict_loading, may_lack_weights, weights_only
+            )
+            checkpoint = self._backend.load(self._root, request, load_by_lightning)
         if fitting:
             rescale_progress(checkpoint, self.data_parallel_size)
         return checkpoint
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._continued = continue_samplers(self.lightning_module.trainer)
+        self._continued = continue_samplers(self._module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -481,12 +436,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "ulysses_vdp" and, with fixed sizes of a sequence group, "ulysses_vdp_sp2", "_sp4" and "_sp8"."""
-        description = "Vision DP and Ulysses sequence parallelism on FSDP"
+        what = "Vision DP and Ulysses sequence parallelism on FSDP"
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=description)
+            strategy_registry.register(cls.strategy_name, cls, what)
         for size in (2, 4, 8):
-            name = f"{cls.strategy_name}_sp{size}"
+            name, sized = f"{cls.strategy_name}_sp{size}", f"{what}, {size} ranks to a batch"
             if name not in strategy_registry:
-                strategy_registry.register(
-                    name, cls, description=f"{description}, {size} ranks to a batch", sequence_parallel_size=size
-                )
+                strategy_registry.register(name, cls, sized, sequence_parallel_size=size)
