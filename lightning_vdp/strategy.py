@@ -1,7 +1,5 @@
 """`UlyssesVisionDPStrategy`: what the Trainer calls. It orchestrates and computes nothing itself."""
 
-import logging
-import os
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
@@ -29,13 +26,15 @@ from lightning_vdp.batch.host_copies import move_with_host_copies
 from lightning_vdp.batch.loader import AgreedLoader
 from lightning_vdp.batch.predictions import is_repeated
 from lightning_vdp.batch.same import suspect_loader
-from lightning_vdp.checkpoint.load import LoadRequest, loosened, newest
-from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, unmark
+from lightning_vdp.batch.workers import seed_workers_by_replica
+from lightning_vdp.checkpoint.load import LoadRequest, allow_missing_weights, newest
+from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, restore_loaders
 from lightning_vdp.checkpoint.safety import check_holds_data
-from lightning_vdp.checkpoint.save import add_facts, is_left_to_lightning, save_checkpoint, without_frozen
+from lightning_vdp.checkpoint.save import add_facts, is_left_to_lightning, without_frozen, write_checkpoint
 from lightning_vdp.errors import StepError
-from lightning_vdp.families.find import find_models, query_heads
+from lightning_vdp.families.find import find_models
 from lightning_vdp.forward.patches import Division, divide_models
+from lightning_vdp.forward.sizes import choose_sizes
 from lightning_vdp.fsdp.backend import ShardRanks, Wrapping
 from lightning_vdp.fsdp.checks import check_run
 from lightning_vdp.fsdp.materialize import some_weights_are_absent
@@ -45,18 +44,16 @@ from lightning_vdp.fsdp.remembered import known_root, remember
 from lightning_vdp.fsdp.shard_mesh import resolve_shard_mesh
 from lightning_vdp.fsdp.versions import BACKENDS
 from lightning_vdp.fsdp.whole_tower import keep_towers_whole
-from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
-from lightning_vdp.run.announcements import announce_global_batch, warn_that_nothing_is_divided
+from lightning_vdp.mesh import SequenceMesh, Size
 from lightning_vdp.run.compatibility import check_overrides
+from lightning_vdp.run.global_batch import announce_global_batch
 from lightning_vdp.run.locate import locate
 from lightning_vdp.run.notebook import NotebookLauncher
 from lightning_vdp.run.signals import Sigterm
-from lightning_vdp.run.watched import watched
+from lightning_vdp.run.watched import log_cause, watched
 from lightning_vdp.settings import Settings, check_choice
 
 __all__ = ["UlyssesVisionDPStrategy"]
-
-log = logging.getLogger(__name__)
 
 
 class UlyssesVisionDPStrategy(FSDPStrategy):
@@ -243,10 +240,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if self._mesh is not None and self._mesh.world is dist.group.WORLD:
             self._mesh.reopen()
             return
-        heads = query_heads(self.lightning_module) if self.lightning_module is not None else []
-        sizes = resolve_sizes(dist.get_world_size(), *self._requested_sizes, self.num_processes, heads)
-        if sizes[1] == 1 and self._requested_sizes == ("auto", "auto") and self.num_processes > 1:
-            warn_that_nothing_is_divided(self.strategy_name, self.num_processes, heads)
+        module, world, node = self.lightning_module, dist.get_world_size(), self.num_processes
+        sizes = choose_sizes(self._requested_sizes, module, world, node, self.strategy_name)
         self._mesh = SequenceMesh(self.root_device.type, *sizes, timeout=self._timeout)
 
     @property
@@ -256,9 +251,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # Lightning seeds workers by rank, with which ranks of a group would draw different augmentations
-        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
-            vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        seed_workers_by_replica(dataloader, self.data_parallel_rank)
         self.mesh.suspicion = max(self.mesh.suspicion, suspect_loader(dataloader, self.data_parallel_size))
         return AgreedLoader(
             super().process_dataloader(dataloader),
@@ -367,9 +360,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._mesh is not None and isinstance(exception, Exception) and not isinstance(exception, StepError):
-            cause = self._mesh.watch.tell(exception)
-            if cause is not None:
-                log.error(cause)
+            log_cause(self._mesh.watch, exception)
         super().on_exception(exception)
 
     @override
@@ -403,7 +394,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if is_left_to_lightning(filepath, storage_options, self.checkpoint_io, sharded):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            save_checkpoint(checkpoint, Path(filepath), sharded, self.mesh, self.barrier)
+            write_checkpoint(checkpoint, Path(filepath), sharded, self.mesh, self.barrier)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -413,10 +404,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         may_lack_weights = not self._settings.save_frozen_weights
         load_by_lightning = partial(super().load_checkpoint, path, weights_only)
-        with loosened(self._module, enabled=may_lack_weights):
-            request = LoadRequest(
-                path, self.optimizers if fitting else [], self._module.strict_loading, may_lack_weights, weights_only
-            )
+        with allow_missing_weights(self._module, enabled=may_lack_weights):
+            optimizers, strict = self.optimizers if fitting else [], self._module.strict_loading
+            request = LoadRequest(path, optimizers, strict, may_lack_weights, weights_only)
             checkpoint = self._backend.load(self._root, request, load_by_lightning)
         if fitting:
             rescale_progress(checkpoint, self.data_parallel_size)
@@ -428,7 +418,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        unmark(self._continued)
+        restore_loaders(self._continued)
 
     # ---- registration
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_vdp.errors import UserError
 
-__all__ = ["ASIDE", "LoadRequest", "load_checkpoint", "loosened", "newest"]
+__all__ = ["ASIDE", "LoadRequest", "allow_missing_weights", "load_into_root", "newest"]
 
 ASIDE = ".old"
 """Ending of the name that a checkpoint has while another takes its place."""
@@ -48,7 +48,7 @@ class LoadRequest:
     weights_only: bool | None
 
 
-def load_checkpoint(root: nn.Module, request: LoadRequest) -> dict[str, Any]:
+def load_into_root(root: nn.Module, request: LoadRequest) -> dict[str, Any]:
     """Loads a checkpoint, whole or sharded by either version of FSDP, into a root of FSDP2, a sharded one into either.
 
     Args:
@@ -105,7 +105,7 @@ def _load_file(root: nn.Module, request: LoadRequest) -> dict[str, Any]:
 
 
 @contextmanager
-def loosened(module: Any, enabled: bool) -> Iterator[None]:
+def allow_missing_weights(module: Any, enabled: bool) -> Iterator[None]:
     """Within it, a LightningModule takes checkpoints that lack weights.
 
     Args:

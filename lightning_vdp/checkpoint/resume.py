@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_vdp.errors import UserError
 
-__all__ = ["REPLICAS_KEY", "continue_samplers", "rescale_progress", "unmark"]
+__all__ = ["REPLICAS_KEY", "continue_samplers", "rescale_progress", "restore_loaders"]
 
 REPLICAS_KEY = "data_parallel_size"
 """Where a checkpoint says in batches of how many replicas it counts."""
@@ -73,7 +73,7 @@ def continue_samplers(trainer: "pl.Trainer") -> list[DataLoader[Any]]:
         trainer: At the start of training.
 
     Returns:
-        The loaders, marked as resumable for Lightning until `unmark`.
+        The loaders, which look resumable to Lightning until `restore_loaders`.
     """
     loop = trainer.fit_loop
     seen = _batches_seen(loop.epoch_loop)
@@ -98,8 +98,8 @@ def continue_samplers(trainer: "pl.Trainer") -> list[DataLoader[Any]]:
     return continued
 
 
-def unmark(loaders: list[DataLoader[Any]]) -> None:
-    """Undoes the mark of `continue_samplers`, which a later checkpoint must not see."""
+def restore_loaders(loaders: list[DataLoader[Any]]) -> None:
+    """Takes back what `continue_samplers` put on loaders, which a later checkpoint must not see."""
     while loaders:
         loader = vars(loaders.pop())
         del loader["state_dict"], loader["load_state_dict"]

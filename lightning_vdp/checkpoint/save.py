@@ -24,7 +24,7 @@ from lightning_vdp.checkpoint.resume import REPLICAS_KEY
 from lightning_vdp.families.wrappers import plain_name
 from lightning_vdp.mesh import SequenceMesh
 
-__all__ = ["add_facts", "is_left_to_lightning", "save_checkpoint", "without_frozen"]
+__all__ = ["add_facts", "is_left_to_lightning", "without_frozen", "write_checkpoint"]
 
 FROZEN_KEY = "frozen_weights"
 """Where a checkpoint says whether it holds weights that are not trained."""
@@ -70,7 +70,7 @@ def is_left_to_lightning(filepath: Any, storage_options: Any, checkpoint_io: Che
     return storage_options is not None or "://" in str(filepath) or (users_io and not sharded)
 
 
-def save_checkpoint(
+def write_checkpoint(
     checkpoint: dict[str, Any], path: Path, sharded: bool, mesh: SequenceMesh, barrier: Callable[[], None]
 ) -> None:
     """Writes a checkpoint; what is at the path stays if any rank fails to. Every rank calls it.

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.checkpoint.load import LoadRequest, load_checkpoint
+from lightning_vdp.checkpoint.load import LoadRequest, load_into_root
 from lightning_vdp.errors import UserError
 from lightning_vdp.fsdp.backend import FSDPBackend, ShardRanks, Wrapping
 from lightning_vdp.fsdp.policy import gathered_apart
@@ -141,7 +141,7 @@ class FSDP1Backend(FSDPBackend):
     ) -> dict[str, Any]:
         # Lightning's way of loading shards needs all of them
         if request.may_lack_weights and _is_sharded_checkpoint(request.path):
-            return load_checkpoint(root, request)
+            return load_into_root(root, request)
         return load_by_lightning()
 
 

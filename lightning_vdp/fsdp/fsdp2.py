@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, _Policy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.checkpoint.load import LoadRequest, load_checkpoint
+from lightning_vdp.checkpoint.load import LoadRequest, load_into_root
 from lightning_vdp.errors import UserError
 from lightning_vdp.fsdp.backend import FSDPBackend, ShardRanks, Wrapping
 from lightning_vdp.fsdp.materialize import fill_from_rank_zero
@@ -192,7 +192,7 @@ class FSDP2Backend(FSDPBackend):
     def load(
         self, root: nn.Module, request: LoadRequest, load_by_lightning: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        return load_checkpoint(root, request)
+        return load_into_root(root, request)
 
 
 def _policy(module: nn.Module, arguments: Mapping[str, Any]) -> _Policy:
@@ -237,9 +237,9 @@ def _check_dtypes(parts: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuses what torch would refuse in the first forward: its sentence does not say where."""
     seen = {id(parameter) for parameter in ignored}
     for part in parts:
-        own = {name: value for name, value in part.named_parameters() if id(value) not in seen}
-        seen |= {id(value) for value in own.values()}
-        trained = {value.dtype: name for name, value in own.items() if value.requires_grad}
+        new = {name: value for name, value in part.named_parameters() if id(value) not in seen}
+        seen |= {id(value) for value in new.values()}
+        trained = {value.dtype: name for name, value in new.items() if value.requires_grad}
         if len(trained) > 1:
             examples = " and ".join(f"`{name}` in {dtype}" for dtype, name in trained.items())
             raise UserError(

@@ -76,8 +76,8 @@ def fill_from_rank_zero(device: torch.device, rank: int, part: nn.Module, filled
     first: dict[int, tuple[dict[str, Any], str]] = {}
     shared = [(values, name, first.setdefault(id(values[name]), (values, name))) for values, name in places]
     for child in modules:
-        own = (*child._parameters.values(), *child._buffers.values())
-        if any(value is not None and value.is_meta for value in own):
+        values_of_child = (*child._parameters.values(), *child._buffers.values())
+        if any(value is not None and value.is_meta for value in values_of_child):
             child.to_empty(device=device, recurse=False)
     for values, name in first.values():
         sent = values[name].detach().to(device).contiguous()

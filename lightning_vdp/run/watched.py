@@ -1,10 +1,15 @@
 """Methods of the strategy during which the watch knows what this rank does."""
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["watched"]
+from lightning_vdp.run.watch import Watch
+
+__all__ = ["log_cause", "watched"]
+
+_log = logging.getLogger(__name__)
 
 
 def watched(method: Callable[..., Any]) -> Any:
@@ -20,3 +25,15 @@ def watched(method: Callable[..., Any]) -> Any:
             return method(self, *args, **kwargs)
 
     return step
+
+
+def log_cause(watch: Watch, exception: Exception) -> None:
+    """Tells the other ranks of an exception, and logs what this rank knows of its cause on another one.
+
+    Args:
+        watch: The watch of this rank.
+        exception: What ended the run here.
+    """
+    cause = watch.tell(exception)
+    if cause is not None:
+        _log.error(cause)
