@@ -1,9 +1,6 @@
 """`UlyssesVisionDPStrategy`: what the Trainer calls. It orchestrates and computes nothing itself."""
 
-import logging
-import os
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -12,89 +9,52 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    ShardingStrategy,
-    register_fsdp_forward_method,
-)
-from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vdp.agreement import gather_numbers, raise_together
-from lightning_vdp.batch.host_copies import host_tensors, keep_host_copies, keep_samples, sample
+from lightning_vdp.batch.host_copies import move_with_host_copies
 from lightning_vdp.batch.loader import AgreedLoader
+from lightning_vdp.batch.predictions import is_repeated
 from lightning_vdp.batch.same import suspect_loader
-from lightning_vdp.checkpoint.export import MODELS_KEY, describe_models
-from lightning_vdp.checkpoint.load import load_sharded_module, loosened, newest
-from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, unmark
+from lightning_vdp.batch.workers import seed_workers_by_replica
+from lightning_vdp.checkpoint.load import LoadRequest, allow_missing_weights, newest
+from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, restore_loaders
 from lightning_vdp.checkpoint.safety import check_holds_data
-from lightning_vdp.checkpoint.save import frozen_names, replaced_in_one_step, write_file, write_shards
-from lightning_vdp.errors import StepError, UserError
-from lightning_vdp.families.find import DividedModel, find_models, query_heads, untied_heads
-from lightning_vdp.families.wrappers import plain_name, unwrap
+from lightning_vdp.checkpoint.save import add_facts, is_left_to_lightning, without_frozen, write_checkpoint
+from lightning_vdp.errors import StepError
+from lightning_vdp.families.find import find_models
 from lightning_vdp.forward.divide import divide_models
 from lightning_vdp.forward.patches import Patches
-from lightning_vdp.fsdp.fsdp1 import full_state_on_cpu, shard_in_place, wrap
-from lightning_vdp.fsdp.fsdp2 import check_arguments, make_shard_mesh, optimizer_state_2, reshard, state_dict_2
-from lightning_vdp.fsdp.materialize import fill_from_rank_zero, hash_of
+from lightning_vdp.forward.sizes import choose_sizes
+from lightning_vdp.fsdp.backend import ShardRanks, Wrapping
+from lightning_vdp.fsdp.checks import check_run
+from lightning_vdp.fsdp.materialize import some_weights_are_absent
+from lightning_vdp.fsdp.policy import check_wrapped, wraps_more_than_default
 from lightning_vdp.fsdp.precision import UlyssesVisionDPPrecision
-from lightning_vdp.fsdp.remembered import fsdp_parts, known_root, wraps_more_than_default
-from lightning_vdp.mesh import SequenceMesh, Size, resolve_sizes
+from lightning_vdp.fsdp.remembered import known_root, remember
+from lightning_vdp.fsdp.shard_mesh import resolve_shard_mesh
+from lightning_vdp.fsdp.versions import BACKENDS
+from lightning_vdp.fsdp.whole_tower import keep_towers_whole
+from lightning_vdp.mesh import SequenceMesh, Size
 from lightning_vdp.run.compatibility import check_overrides
+from lightning_vdp.run.global_batch import announce_global_batch
+from lightning_vdp.run.locate import locate
 from lightning_vdp.run.notebook import NotebookLauncher
 from lightning_vdp.run.signals import Sigterm
-from lightning_vdp.settings import Settings
+from lightning_vdp.run.watched import log_cause, watched
+from lightning_vdp.settings import Settings, check_choice
 
 __all__ = ["UlyssesVisionDPStrategy"]
-
-log = logging.getLogger(__name__)
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# names under which checkpoints say for how many replicas they count batches, and whether they hold frozen weights
-_REPLICAS, _FROZEN = "data_parallel_size", "frozen_weights"
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-# what planning reads on the host, beside what says something of images
-_HOST_COPIES = frozenset(("input_ids", "labels", "shift_labels", "position_ids"))
-# what ranks of a group compare by a few values
-_HOST_SAMPLES = frozenset(("pixel_values", "pixel_values_videos"))
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"`{name}` is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
-
-
-def _check_number(name: str, value: Any, kind: Any, what: str, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-        raise UserError(f"`{name}` is {value!r}, but must be {what}.")
-
-
-def _locate(trainer: "pl.Trainer") -> tuple[str, int]:
-    """The stage, and which of its batches is at hand: in training since the start, elsewhere in this loop's run."""
-    stage = trainer.state.stage
-    if trainer.training:
-        return "training", max(trainer.fit_loop.epoch_loop.total_batch_idx, 0)
-    progress = getattr(trainer._active_loop, "batch_progress", None)
-    return ("forward" if stage is None else stage.value), max(progress.current.ready - 1, 0) if progress else 0
 
 
 class UlyssesVisionDPStrategy(FSDPStrategy):
@@ -162,25 +122,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         save_frozen_weights: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_choice("vision_assignment", vision_assignment, ("balanced", "contiguous"))
-        _check_choice("vision_balance", vision_balance, ("time", "memory"))
-        _check_choice("vision_exchange", vision_exchange, ("routed", "gather"))
-        _check_choice("logits", logits, ("shard", "whole"))
-        _check_choice("loss_tokens", loss_tokens, ("replica", "global"))
-        _check_choice("fsdp_version", fsdp_version, (1, 2))
-        _check_number(
-            "check_batches_every_n_steps", check_batches_every_n_steps, int, "a whole number, or 0 for never", 0
-        )
-        if hang_warning_s is not None:
-            _check_number("hang_warning_s", hang_warning_s, (int, float), "a number of seconds above 0, or None", 1e-3)
-        super().__init__(**kwargs)
-        self._hang_warning_s = hang_warning_s
-        self._fsdp_version = fsdp_version
-        self._save_frozen_weights = save_frozen_weights
-        if fsdp_version == 2:
-            check_arguments({**self.kwargs, "sharding_strategy": self.sharding_strategy})
-        self._requested_sizes = (sequence_parallel_size, data_parallel_size)
-        self._settings = Settings(
+        settings = Settings(
             vision_data_parallel=vision_data_parallel,
             vision_assignment=vision_assignment,
             vision_balance=vision_balance,
@@ -189,16 +131,22 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             loss_tokens=loss_tokens,
             verify_first_batch=verify_first_batch,
             check_batches_every_n_steps=check_batches_every_n_steps,
+            hang_warning_s=hang_warning_s,
+            shard_frozen_tower=shard_frozen_tower,
+            fsdp_version=fsdp_version,
+            save_frozen_weights=save_frozen_weights,
         )
-        self._shard_frozen_tower = shard_frozen_tower
-        self._whole_towers: list[nn.Module] = []
-        self._host_copies = _HOST_COPIES
-        self._fsdp_mesh_sizes: tuple[int, ...] | None = None
+        super().__init__(**kwargs)
+        check_choice("state_dict_type", self._state_dict_type, ("full", "sharded"))
+        self._settings = settings
+        self._requested_sizes = (sequence_parallel_size, data_parallel_size)
+        self._backend = BACKENDS[fsdp_version]()
+        self._backend.check_arguments({**self.kwargs, "sharding_strategy": self.sharding_strategy})
         self._mesh: SequenceMesh | None = None
-        self._division = Patches()
+        self._patches = Patches()
+        self._whole_towers: list[nn.Module] = []
+        self._host_copies: frozenset[str] = frozenset()
         self._sigterm: Sigterm | None = None
-        self._entered: list[str] = []
-        self._root_hooks: list[Callable[[], None]] = []
         self._continued: list[Any] = []
 
     # ---- sizes, ranks and groups
@@ -246,10 +194,6 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         """The replica that this rank belongs to: what samplers and iterable datasets share samples out by."""
         return self.mesh.data_parallel_rank
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.root_device.type == "cpu"
-
     # ---- the Trainer's hooks, in the order in which it calls them
 
     @property
@@ -275,11 +219,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        replication = self.kwargs.get("device_mesh")
-        if isinstance(replication, tuple):
+        shard_mesh = self.kwargs.get("device_mesh")
+        if isinstance(shard_mesh, tuple):
             # Lightning would make this mesh on "cuda", whatever the accelerator
             del self.kwargs["device_mesh"]
-            self._fsdp_mesh_sizes = replication
         super().setup_environment()
         if isinstance(self.cluster_environment, LightningEnvironment):
             # Lightning's launcher does so in the process that starts the others only
@@ -287,7 +230,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         # who refuses something next must not leave while others still connect
         self.barrier()
         self._setup_mesh()
-        self._setup_fsdp_mesh()
+        ranks = ShardRanks(self.root_device.type, self.world_size, self.num_processes)
+        shard_mesh = resolve_shard_mesh(self._backend, shard_mesh, self.sharding_strategy, ranks)
+        if shard_mesh is not None:
+            self.kwargs["device_mesh"] = shard_mesh
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self.device_mesh
 
@@ -295,55 +241,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         if self._mesh is not None and self._mesh.world is dist.group.WORLD:
             self._mesh.reopen()
             return
-        sequence, data = self._requested_sizes
-        heads = query_heads(self.lightning_module) if self.lightning_module is not None else []
-        sizes = resolve_sizes(dist.get_world_size(), sequence, data, self.num_processes, heads)
-        if sizes[1] == 1 and self._requested_sizes == ("auto", "auto") and self.num_processes > 1:
-            rank_zero_warn(
-                f"{self.strategy_name} chose groups of one rank, in which nothing is divided: no larger size divides both the "
-                f"{self.num_processes} devices of a node and the attention heads ({', '.join(map(str, heads))})."
-            )
+        module, world, node = self.lightning_module, dist.get_world_size(), self.num_processes
+        sizes = choose_sizes(self._requested_sizes, module, world, node, self.strategy_name)
         self._mesh = SequenceMesh(self.root_device.type, *sizes, timeout=self._timeout)
-
-    def _setup_fsdp_mesh(self) -> None:
-        sizes = self._fsdp_mesh_sizes
-        if sizes is not None:
-            self._fsdp_mesh_sizes = None
-            if len(sizes) != 2 or sizes[0] * sizes[1] != self.world_size:
-                raise UserError(
-                    f"`device_mesh` is {sizes}, but must be (replicas, shards) whose product is the {self.world_size} "
-                    "processes."
-                )
-            self._refuse_one_shard(sizes[1])
-            self.kwargs["device_mesh"] = self._hybrid_mesh(sizes)
-        elif self.fsdp_mesh is not None:
-            self._refuse_one_shard(self.fsdp_mesh.size(-1))
-        elif self.sharding_strategy in _HYBRID and self._on_cpu:
-            raise UserError("Hybrid sharding on the CPU needs `device_mesh=(replicas, shards)`.")
-        elif self._fsdp_version == 2:
-            sizes = (self.world_size // self.num_processes, self.num_processes)
-            hybrid = self.sharding_strategy in _HYBRID
-            self.kwargs["device_mesh"] = (
-                self._hybrid_mesh(sizes) if hybrid else make_shard_mesh(self.root_device.type, self.world_size)
-            )
-        else:
-            # FSDP then shards over the devices of a node
-            self._refuse_one_shard(self.num_processes)
-        if self.fsdp_mesh is not None and (self.fsdp_mesh.ndim == 2) != (self.sharding_strategy in _HYBRID):
-            raise UserError(
-                f"`device_mesh` has {self.fsdp_mesh.ndim} axes and `sharding_strategy` is {self.sharding_strategy.name}, but "
-                "two axes (replicas, shards) belong to hybrid sharding and one to the others; change one of the two arguments."
-            )
-
-    def _hybrid_mesh(self, sizes: tuple[int, ...]) -> DeviceMesh:
-        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
-
-    def _refuse_one_shard(self, shards: int) -> None:
-        if self.sharding_strategy in _HYBRID and shards == 1 and self._fsdp_version == 1:
-            raise UserError(
-                "Hybrid sharding over a shard size of 1 does not reduce gradients in FSDP1; give `device_mesh` a second size "
-                "of 2 or more, or set `fsdp_version=2`."
-            )
 
     @property
     @override
@@ -352,338 +252,123 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # Lightning seeds workers by rank, with which ranks of a group would draw different augmentations
-        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
-            vars(dataloader)["worker_init_fn"] = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        seed_workers_by_replica(dataloader, self.data_parallel_rank)
         self.mesh.suspicion = max(self.mesh.suspicion, suspect_loader(dataloader, self.data_parallel_size))
-        assert self.lightning_module is not None
         return AgreedLoader(
             super().process_dataloader(dataloader),
             self.mesh,
-            until_last=bool(self.lightning_module.trainer.predicting),
+            until_last=bool(self._module.trainer.predicting),
             is_stopped=lambda: self._sigterm is not None and self._sigterm.noted,
         )
 
-    def _is_repeated(self, *indices: Any) -> bool:
-        """Whether a batch to predict is one that this rank repeats because other ranks have more."""
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.predict_loop
-        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
-        loader = loaders[indices[1] if len(indices) > 1 else 0] if loaders else None
-        if not isinstance(loader, AgreedLoader) or loader.batches_before_end is None:
-            return False
-        # a step that does not take the index: where lengths are known, nothing is fetched in advance
-        return indices[0] >= loader.batches_before_end if indices else sized_len(loader) is not None
+    @override
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._backend.model_sharded_context(self._wrapping.arguments)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.model is not None
         check_overrides(type(self))
         check_overrides(type(self.precision_plugin))
+        settings, module, divided = self._settings, self._module, self.sequence_parallel_size > 1
+        settings.check_group_size(self.sequence_parallel_size)
         self.mesh.suspicion = 0
-        divided = self.sequence_parallel_size > 1
-        if self._settings.loss_tokens == "global" and not divided:
-            raise UserError(
-                "`loss_tokens='global'` acts in sequence groups of two ranks or more, but `sequence_parallel_size` is 1; weigh "
-                "the loss in `training_step`, or leave it out."
-            )
-        models = find_models(self.model) if divided or not self._shard_frozen_tower else []
-        self._host_copies = _HOST_COPIES.union(*(model.family.describing for model in models))
-        self._whole_towers = (
-            [] if self._shard_frozen_tower else [self._whole_tower(model) for model in models if model.tower]
-        )
+        models = find_models(module) if divided or not settings.shard_frozen_tower else []
+        self._host_copies = frozenset[str]().union(*(model.family.describing for model in models))
+        self._whole_towers = []
+        if not settings.shard_frozen_tower:
+            self._whole_towers = keep_towers_whole(models, self.kwargs, self.root_device)
         # refuses before anything is changed
-        known_root(self.model, self._remembered_arguments)
-        self._division = divide_models(models, self.mesh, self._settings, self._whole_towers)
-        self._check_trainer(trainer)
+        known_root(module, self._backend, self._wrapping)
+        self._patches = divide_models(models, self.mesh, settings, self._whole_towers)
+        check_run(trainer, module, self.cpu_offload, str(self.precision_plugin.precision), self.root_device)
         self._sigterm = Sigterm(trainer)
         super().setup(trainer)
-        self._check_wrapped(models)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._check_manual_optimization()
-        if self._fsdp_version == 2:
-            self._enter_root()
+        root, fitting = self._root, trainer.state.fn == TrainerFn.FITTING
+        check_wrapped(root, models if divided else [], self._whole_towers)
+        self.mesh.headers_first = wraps_more_than_default(root)
+        if fitting and not module.automatic_optimization:
+            self._backend.check_manual_optimization(root)
+        self._backend.enter(root)
         if isinstance(self.precision_plugin, UlyssesVisionDPPrecision):
-            self.precision_plugin.fsdp_root = self.model
-            self.precision_plugin.compute_device = self.root_device
+            self.precision_plugin.fsdp_root, self.precision_plugin.compute_device = root, self.root_device
         if divided:
-            self.mesh.watch.locate = partial(_locate, trainer)
-            if self._hang_warning_s is not None:
-                self.mesh.start_watch(self._hang_warning_s)
-        if trainer.state.fn == TrainerFn.FITTING and self.sequence_parallel_size > 1:
-            world, replicas, size = self.world_size, self.data_parallel_size, self.sequence_parallel_size
-            accumulate = trainer.accumulate_grad_batches
-            rank_zero_info(
-                f"{self.strategy_name}: {size} ranks share each batch; batches per optimizer step: "
-                f"{replicas * accumulate}, was {world * accumulate} under fsdp; "
-                f"accumulate_grad_batches={size * accumulate} keeps it."
-            )
-
-    def _check_trainer(self, trainer: "pl.Trainer") -> None:
-        """Refuses what does not work with weights that FSDP has divided, before anything is wrapped."""
-        if self.cpu_offload is not None and self.cpu_offload.offload_params and self._on_cpu:
-            raise UserError(
-                "`cpu_offload` moves weights between a CUDA device and the host, but the ranks run on the CPU; leave it out."
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging):
-                raise UserError(
-                    f"{type(callback).__name__} averages whole weights, of which each rank holds a part only; average "
-                    "`self.parameters()` in the LightningModule, which are this rank's parts, or leave the callback out."
-                )
-        assert self.model is not None
-        dtypes = {value.dtype for value in self.model.parameters() if value.requires_grad and value.is_floating_point()}
-        low = dtypes & {torch.bfloat16, torch.float16}
-        if "mixed" in str(self.precision_plugin.precision) and low and trainer.state.fn == TrainerFn.FITTING:
-            rank_zero_warn(
-                f"Weights to be trained are in {', '.join(map(str, low))}, so that {self.precision_plugin.precision!r} has no "
-                "float32 master weights, and small updates are lost; load the model with `dtype=torch.float32`."
-            )
-
-    def _check_manual_optimization(self) -> None:
-        assert self.lightning_module is not None
-        root: Any = self.model
-        if self._fsdp_version == 1 and not self.lightning_module.automatic_optimization and root._has_params:
-            raise UserError(
-                "Manual optimization runs backward inside `training_step`, where FSDP1 still holds the root's weights "
-                "gathered; set `fsdp_version=2`, or automatic optimization."
-            )
-
-    def _whole_tower(self, model: DividedModel) -> nn.Module:
-        assert model.tower is not None
-        trainable = next((name for name, value in model.tower.named_parameters() if value.requires_grad), None)
-        if trainable is not None:
-            raise UserError(
-                f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {type(model.tower).__name__} at "
-                f"'{model.name}' is trainable; freeze it or leave the argument out."
-            )
-        if self.kwargs.get("sync_module_states"):
-            raise UserError(
-                "`sync_module_states` does not reach a tower that `shard_frozen_tower=False` keeps whole; load its weights on "
-                "every rank, or leave one of the two out."
-            )
-        return model.tower.to(self.root_device)
+            self.mesh.watch.locate = partial(locate, trainer)
+            if settings.hang_warning_s is not None:
+                self.mesh.start_watch(settings.hang_warning_s)
+            if fitting:
+                sizes = (self.data_parallel_size, self.sequence_parallel_size)
+                announce_global_batch(self.strategy_name, *sizes, trainer.accumulate_grad_batches)
 
     @property
-    def _fsdp_arguments(self) -> dict[str, Any]:
-        return {
+    def _module(self) -> "pl.LightningModule":
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _root(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    @property
+    def _wrapping(self) -> Wrapping:
+        arguments = {
             "cpu_offload": self.cpu_offload,
             "mixed_precision": self.mixed_precision_config,
             "sharding_strategy": self.sharding_strategy,
-            # on the CPU Lightning's index is None, with which FSDP looks for an accelerator
-            "device_id": self.root_device if self._on_cpu else self.root_device.index,
+            # not its index, as Lightning gives: on the CPU there is none, with which FSDP looks for an accelerator
+            "device_id": self.root_device,
             **({"ignored_modules": self._whole_towers} if self._whole_towers else {}),
             **self.kwargs,
         }
-
-    @property
-    def _remembered_arguments(self) -> dict[str, Any]:
-        """What later runs of the same module must not change."""
-        return {
-            **self._fsdp_arguments,
-            "activation_checkpointing_policy": bool(self._activation_checkpointing_kwargs),
-            "fsdp_version": self._fsdp_version,
-        }
-
-    def _check_wrapped(self, models: list[DividedModel]) -> None:
-        assert self.model is not None
-        parts = fsdp_parts(self.model)
-        heads = [id(head) for head in untied_heads(self.model)]
-        for model in models if len(self._division) else []:
-            if any(unwrap(part) is model.entries[0] for part in parts if part is not self.model):
-                raise UserError(
-                    f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
-                    "`outputs.sequence_shard`; wrap its blocks, as without a policy."
-                )
-            if model.decoder is model.base and model.family.modalities and wraps_more_than_default(self.model):
-                raise UserError(
-                    f"{type(model.base).__name__} merges features inside its decoder, where replicas without images would "
-                    "gather the weights of other modules than blocks and heads in another order; use no `auto_wrap_policy`."
-                )
-            inside = {
-                id(child) for part in (model.tower, model.decoder) if part is not None for child in part.modules()
-            }.union(heads)
-            apart = [unwrap(part) for part in parts if part is not self.model and id(unwrap(part)) not in inside]
-            within = {id(child) for child in model.base.modules()}
-            lost = next((part for part in apart if id(part) in within and part is not model.base), None)
-            if lost is not None and model.tower in self._whole_towers:
-                raise UserError(
-                    f"`auto_wrap_policy` wraps {type(lost).__name__} beside a tower that `shard_frozen_tower=False` keeps "
-                    "whole, so that replicas without images would not gather its weights; leave it out of the policy."
-                )
-        self.mesh.headers_first = wraps_more_than_default(self.model)
+        return Wrapping(arguments, self._activation_checkpointing_kwargs, self.root_device)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        root = known_root(model, self._remembered_arguments)
-        if root is not None:
-            return root
-        absent = self._check_meta(model)
-        if self._fsdp_version == 2:
-            return self._shard_model(model, absent)
-        try:
-            root = wrap(model, self._fsdp_arguments, self._remembered_arguments)
-        except ValueError as error:
-            if "uniform dtype" not in str(error):
-                raise
-            raise UserError(
-                f"FSDP1 cannot hold weights of several dtypes in one block ({error}), as adapters in float32 on a bfloat16 "
-                "model are; set `fsdp_version=2`, or give all weights one dtype."
-            ) from error
-        # what else Lightning does to a model it finds wrapped; it would drop the policy, which other modules need
-        policy = self.kwargs.pop("auto_wrap_policy", None)
-        try:
-            return super()._setup_model(root)
-        finally:
-            if policy is not None:
-                self.kwargs["auto_wrap_policy"] = policy
-
-    def _check_meta(self, model: nn.Module) -> bool:
-        """Whether some ranks have weights on the meta device, to be filled with rank 0's."""
-        absent = any(value.is_meta for value in model.parameters())
-        if self.kwargs.get("param_init_fn") is not None:
-            return False
-        signature = [(plain_name(name), value.shape, value.dtype) for name, value in model.named_parameters()]
-        seen = gather_numbers(self.mesh, int(absent))
-        if not any(seen):
-            return False
-        problem = None
-        if seen[0]:
-            problem = "rank 0 has weights on the meta device; load them there with `from_pretrained`"
-        elif len(set(gather_numbers(self.mesh, hash_of(signature)))) > 1:
-            problem = (
-                "ranks have other names, shapes or dtypes of weights than rank 0; give `from_pretrained` and `from_config` the "
-                "same config and `dtype`"
-            )
-        elif self._fsdp_version == 1:
-            problem = (
-                "FSDP1 fills weights on the meta device only with `param_init_fn` and `sync_module_states`; set "
-                "`fsdp_version=2`, which needs neither"
-            )
-        if problem is not None:
-            raise UserError(f"{type(model).__name__} cannot be set up: {problem}.")
-        return True
-
-    def _shard_model(self, model: nn.Module, absent: bool) -> nn.Module:
-        mesh = self.fsdp_mesh
-        assert mesh is not None
-        shard_in_place(
-            model,
-            self._fsdp_arguments,
-            self._remembered_arguments,
-            mesh,
-            self._activation_checkpointing_kwargs,
-            fill=partial(fill_from_rank_zero, self.root_device, self.global_rank)
-            if absent or self.kwargs.get("sync_module_states")
-            else None,
-        )
-        if not (self.cpu_offload and self.cpu_offload.offload_params):
-            # what is not sharded: buffers and metrics
-            model.to(self.root_device)
-        return model
-
-    def _enter_root(self) -> None:
-        """Lets the root of FSDP2, which is the LightningModule itself, gather its weights for the steps of the Trainer."""
-        assert self.lightning_module is not None
-        for name in _STEPS:
-            if is_overridden(name, self.lightning_module):
-                register_fsdp_forward_method(self.lightning_module, name)
-                self._entered.append(name)
-        if not self.lightning_module.automatic_optimization:
-            root: Any = self.lightning_module
-            # a backward within `training_step` frees the root's weights, which a second forward there needs
-            hooks = [child.register_forward_pre_hook(lambda *_: root.unshard()) for child in root.children()]
-            self._root_hooks = [hook.remove for hook in hooks]
-
-    def _leave_root(self) -> None:
-        while self._entered:
-            vars(self.lightning_module).pop(self._entered.pop(), None)
-        while self._root_hooks:
-            self._root_hooks.pop()()
-        self._reshard()
-
-    def _reshard(self) -> None:
-        # after evaluation the root's weights are still whole, and would not be seen to change
-        if self._fsdp_version == 2 and self.model is not None:
-            reshard(fsdp_parts(self.model))
+        module, wrapping = cast("pl.LightningModule", model), self._wrapping
+        root = known_root(module, self._backend, wrapping)
+        if root is None:
+            absent = some_weights_are_absent(module, self._backend, wrapping, self.mesh)
+            root = self._backend.wrap(module, wrapping, fill=absent)
+            remember(module, root, self._backend, wrapping)
+        return root
 
     @override
     def on_validation_end(self) -> None:
-        self._reshard()
+        self._backend.reshard(self._root)
 
-    @override
-    def on_test_end(self) -> None:
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._reshard()
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        if self._fsdp_version == 2:
-            # `fully_shard` needs no context
-            yield
-            return
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._fsdp_arguments):
-            yield
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # collected before: processors' outputs move in place
-        collected = None if self._on_cpu else host_tensors(batch, self._host_copies)
-        samples = None if self._on_cpu else host_tensors(batch, _HOST_SAMPLES, sample)
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        keep_host_copies(collected, moved)
-        keep_samples(samples, moved)
-        return moved
+        move = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return move() if self.root_device.type == "cpu" else move_with_host_copies(batch, move, self._host_copies)
 
-    # ---- steps: what this rank does, and what to say if another one's failure ends it
+    # ---- steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("training_step"):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("validation_step"):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("test_step"):
-            return super().test_step(*args, **kwargs)
+    training_step = watched(FSDPStrategy.training_step)
+    validation_step = watched(FSDPStrategy.validation_step)
+    test_step = watched(FSDPStrategy.test_step)
+    backward = watched(FSDPStrategy.backward)
+    optimizer_step = watched(FSDPStrategy.optimizer_step)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.mesh.watch.step("predict_step"):
             predictions = super().predict_step(*args, **kwargs)
-        return None if self._is_repeated(*args[1:], *kwargs.values()) else predictions
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.mesh.watch.step("backward"):
-            return super().backward(*args, **kwargs)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mesh.watch.step("optimizer_step"):
-            return super().optimizer_step(*args, **kwargs)
+        repeated = is_repeated(self._module.trainer, *args[1:], *kwargs.values())
+        return None if repeated else predictions
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._mesh is not None and isinstance(exception, Exception) and not isinstance(exception, StepError):
-            cause = self._mesh.watch.tell(exception)
-            if cause is not None:
-                log.error(cause)
+            log_cause(self._mesh.watch, exception)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        self._division.undo()
-        self._leave_root()
+        self._patches.undo()
+        if self.model is not None:
+            self._backend.leave(self.model)
         if self._sigterm is not None:
             self._sigterm.restore()
         if self._mesh is not None:
@@ -692,115 +377,49 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
 
     # ---- checkpoints
 
-    @property
-    def _full(self) -> bool:
-        return self._state_dict_type == "full"
-
-    def _full_state(self) -> AbstractContextManager[None] | None:
-        """What whole state dicts of FSDP1 on the CPU need instead of Lightning's way; None if Lightning's serves."""
-        if not self._full or not self._on_cpu:
-            return None
-        assert self.model is not None
-        return full_state_on_cpu(self.model)
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        weights = self._state_dict()
-        if self._save_frozen_weights:
-            return weights
-        assert self.lightning_module is not None
-        frozen = frozen_names(self.lightning_module)
-        return {name: value for name, value in weights.items() if name not in frozen}
-
-    def _state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        if self._fsdp_version == 2:
-            return state_dict_2(self.model, self._full)
-        context = self._full_state()
-        if context is None:
-            return super().lightning_module_state_dict()
-        with context:
-            return self.model.state_dict()
+        weights = self._backend.model_state(self._root, full=self._state_dict_type == "full")
+        return weights if self._settings.save_frozen_weights else without_frozen(weights, self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        assert self.model is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._fsdp_version == 2:
-            return optimizer_state_2(self.model, optimizer, self._full, self.is_global_zero)
-        context = self._full_state()
-        if context is None:
-            return super().optimizer_state(optimizer)
-        with context:
-            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-            if self.is_global_zero:
-                state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
-            return state
+        return self._backend.optimizer_state(self._root, optimizer, full=self._state_dict_type == "full")
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        checkpoint[_REPLICAS] = self.data_parallel_size
-        checkpoint[_FROZEN] = self._save_frozen_weights
-        checkpoint[MODELS_KEY] = describe_models(self.lightning_module)
-        filepath = self.broadcast(filepath)
-        own_io = type(self.checkpoint_io) is not TorchCheckpointIO
-        if storage_options is not None or "://" in str(filepath) or (self._full and own_io):
+        add_facts(checkpoint, self._module, self.data_parallel_size, self._settings.save_frozen_weights)
+        filepath, sharded = self.broadcast(filepath), self._state_dict_type == "sharded"
+        if is_left_to_lightning(filepath, storage_options, self.checkpoint_io, sharded):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        path = Path(filepath)
-        if path.is_dir() and not _is_sharded_checkpoint(path):
-            raise IsADirectoryError(
-                f"There is a folder at {path} that is no checkpoint; give the checkpoint another name."
-            )
-        with replaced_in_one_step(path, self.is_global_zero, self.barrier) as part:
-            problem = None
-            try:
-                if not self._full:
-                    write_shards(checkpoint, part, self.is_global_zero)
-                elif self.is_global_zero:
-                    write_file(checkpoint, part)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-            raise_together(
-                self.mesh, problem, f"The checkpoint {path} could not be written, and what was there is left"
-            )
+        else:
+            write_checkpoint(checkpoint, Path(filepath), sharded, self.mesh, self.barrier)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = newest(Path(self.broadcast(checkpoint_path)))
         if weights_only is not False:
             check_holds_data(path)
-        with loosened(self.lightning_module, enabled=not self._save_frozen_weights):
-            return self._load_checkpoint(path, weights_only)
-
-    def _load_checkpoint(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        assert self.model is not None
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        # Lightning's way of loading shards needs all of them
-        partial_shards = not self._save_frozen_weights and _is_sharded_checkpoint(path)
-        if self._fsdp_version == 2 or partial_shards:
-            optimizers = self.optimizers if fitting else []
-            checkpoint = load_sharded_module(
-                path, self.model, optimizers, self.lightning_module.strict_loading, weights_only
-            )
-        else:
-            checkpoint = super().load_checkpoint(path, weights_only)
-        replicas = checkpoint.get(_REPLICAS, self.data_parallel_size)
-        if fitting and replicas != self.data_parallel_size:
-            rescale_progress(checkpoint["loops"], replicas, self.data_parallel_size)
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        may_lack_weights = not self._settings.save_frozen_weights
+        load_by_lightning = partial(super().load_checkpoint, path, weights_only)
+        with allow_missing_weights(self._module, enabled=may_lack_weights):
+            optimizers, strict = self.optimizers if fitting else [], self._module.strict_loading
+            request = LoadRequest(path, optimizers, strict, may_lack_weights, weights_only)
+            checkpoint = self._backend.load(self._root, request, load_by_lightning)
+        if fitting:
+            rescale_progress(checkpoint, self.data_parallel_size)
         return checkpoint
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._continued = continue_samplers(self.lightning_module.trainer)
+        self._continued = continue_samplers(self._module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        unmark(self._continued)
+        restore_loaders(self._continued)
 
     # ---- registration
 
@@ -808,12 +427,10 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "ulysses_vdp" and, with fixed sizes of a sequence group, "ulysses_vdp_sp2", "_sp4" and "_sp8"."""
-        description = "Vision DP and Ulysses sequence parallelism on FSDP"
+        what = "Vision DP and Ulysses sequence parallelism on FSDP"
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=description)
+            strategy_registry.register(cls.strategy_name, cls, what)
         for size in (2, 4, 8):
-            name = f"{cls.strategy_name}_sp{size}"
+            name, sized = f"{cls.strategy_name}_sp{size}", f"{what}, {size} ranks to a batch"
             if name not in strategy_registry:
-                strategy_registry.register(
-                    name, cls, description=f"{description}, {size} ranks to a batch", sequence_parallel_size=size
-                )
+                strategy_registry.register(name, cls, sized, sequence_parallel_size=size)

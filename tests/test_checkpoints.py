@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForImageTextToText
 
 from lightning_vdp import StepError, UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
-from lightning_vdp import strategy as strategy_module
+from lightning_vdp.checkpoint import save as save_module
 from lightning_vdp.checkpoint.load import newest
 from lightning_vdp.cli import main
 from lightning_vdp.testing import (
@@ -211,7 +211,7 @@ class _Killing(Callback):
                 path.write_bytes(b"half of it")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        strategy_module.write_file = strategy_module.write_shards = die
+        save_module.write_file = save_module.write_shards = die
 
 
 def _fit_and_die(folder: str, kind: str, version: int, rank: int, where: str) -> None:
@@ -301,7 +301,7 @@ class _FullDisk(Callback):
         def full(*_: Any) -> None:
             raise OSError("No space left on device")
 
-        strategy_module.write_file = full
+        save_module.write_file = full
         trainer.save_checkpoint(self.path)
 
     def __init__(self, path: str) -> None:

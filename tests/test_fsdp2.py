@@ -1,18 +1,22 @@
 """The second version of FSDP: the rows of the exactness harness, and what it takes and refuses."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import slow
 from test_parity import MIXES, MODELS, ROWS, STEPS, _frozen, _two_forwards, batches, make_module
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_vdp import UlyssesVisionDPStrategy
+from lightning_vdp.fsdp.gradients import clip_gradient_norm, gradient_norm
 from lightning_vdp.testing import Batches, ParityModule, assert_parity, quiet_trainer, run_ranks, tiny_batch, tiny_model
 
 FAMILY = "qwen2_5_vl"
@@ -144,6 +148,35 @@ def test_gradient_clipping(algorithm: str) -> None:
         batches("qwen3_vl"),
         trainer_arguments={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm},
     )
+
+
+def _norm_with_an_ignored_parameter(version: int) -> tuple[float, float]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    # the last layer's weight has one row, of which the second rank holds nothing
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)).double()
+    module: nn.Module = copy.deepcopy(plain)
+    if version == 1:
+        ignored = [module[1]]
+        module = FullyShardedDataParallel(
+            module, ignored_modules=ignored, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    else:
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(module[1].parameters()))
+    batch = torch.linspace(-1, 1, 14, dtype=torch.float64).view(2, 7)
+    for side in (plain, module):
+        side(batch).square().sum().backward()
+    whole = torch.nn.utils.get_total_norm([value.grad for value in plain.parameters()])
+    found = clip_gradient_norm(module, module.parameters(), float(whole) / 2)
+    clipped = gradient_norm(module, module.parameters())
+    assert float(clipped) == pytest.approx(float(whole) / 2, rel=1e-5)
+    return float(found), float(whole)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_gradients_that_fsdp_ignores_count_once(version: int) -> None:
+    for found, whole in run_ranks(_norm_with_an_ignored_parameter, 2, version):
+        assert found == pytest.approx(whole, rel=1e-14)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

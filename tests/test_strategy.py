@@ -22,7 +22,7 @@ from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy, gat
 from lightning_vdp.families.find import find_models
 from lightning_vdp.families.wrappers import unwrap
 from lightning_vdp.forward.divide import divide_models
-from lightning_vdp.fsdp.remembered import fsdp_parts
+from lightning_vdp.fsdp.policy import fsdp_parts
 from lightning_vdp.mesh import SequenceMesh
 from lightning_vdp.settings import Settings
 from lightning_vdp.testing import (

@@ -1,12 +1,22 @@
 """Copies on the host of what a batch holds, kept while it moves to a device, so that planning waits for nothing."""
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["host_copy", "host_tensors", "keep_host_copies", "keep_samples", "known_host_copy", "known_sample", "sample"]
+__all__ = [
+    "host_copy",
+    "host_tensors",
+    "keep_host_copies",
+    "keep_samples",
+    "known_host_copy",
+    "known_sample",
+    "move_with_host_copies",
+    "sample",
+]
 
 
 _HOST_COPY = "_vdp_host_copy"
@@ -16,6 +26,14 @@ _HOST_SAMPLE = "_vdp_host_sample"
 
 
 _SAMPLED_VALUES = 256
+
+
+# what planning reads, in addition to what says something of images
+_PLANNED = frozenset(("input_ids", "labels", "shift_labels", "position_ids"))
+
+
+# what ranks of a group compare by a few values
+_COMPARED = frozenset(("pixel_values", "pixel_values_videos"))
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -101,3 +119,20 @@ def host_copy(tensor: Tensor) -> Tensor:
         known = tensor.to(torch.device("cpu"))
         keep_host_copies(known, tensor)
     return known
+
+
+def move_with_host_copies(batch: Any, move: Callable[[], Any], describing: AbstractSet[str]) -> Any:
+    """Moves a batch to its device; what planning reads, and a sample of what ranks compare, stay on the host too.
+
+    Args:
+        batch: The batch on the host.
+        move: What moves the batch and returns it.
+        describing: The model's arguments that say something of images and videos.
+    """
+    # collected before: processors' outputs move in place
+    collected = host_tensors(batch, _PLANNED.union(describing))
+    samples = host_tensors(batch, _COMPARED, sample)
+    moved = move()
+    keep_host_copies(collected, moved)
+    keep_samples(samples, moved)
+    return moved

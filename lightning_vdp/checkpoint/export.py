@@ -122,7 +122,7 @@ def _root_of(weights: Mapping[str, Tensor], config: str) -> str:
     first = next(iter(weights)).split(".")
     while first and not all(weight.startswith(".".join(first) + ".") for weight in weights):
         first.pop()
-    # a model's own names share no beginning, but for the base model of one without a head
+    # the names of a model share no beginning, but for the base model of one without a head
     return ".".join(first)
 
 
@@ -161,8 +161,8 @@ def _rebuild(description: dict[str, Any], name: str, weights: Mapping[str, Tenso
         for key, adapter in description.get("adapters", {}).items():
             model = _add_adapter(model, key, json.loads(adapter))
     prefix = f"{outer}." if outer else ""
-    own = {weight.removeprefix(prefix): value for weight, value in weights.items() if weight.startswith(prefix)}
-    missing, unexpected = model.load_state_dict(own, strict=False, assign=True)
+    found = {weight.removeprefix(prefix): value for weight, value in weights.items() if weight.startswith(prefix)}
+    missing, unexpected = model.load_state_dict(found, strict=False, assign=True)
     only_adapters = "adapters" in description and not merge
     lost = [weight for weight in missing if not only_adapters or "lora_" in weight]
     if lost or unexpected:

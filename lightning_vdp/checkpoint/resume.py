@@ -10,32 +10,37 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_vdp.errors import UserError
 
-__all__ = ["continue_samplers", "rescale_progress", "unmark"]
+__all__ = ["REPLICAS_KEY", "continue_samplers", "rescale_progress", "restore_loaders"]
+
+REPLICAS_KEY = "data_parallel_size"
+"""Where a checkpoint says in batches of how many replicas it counts."""
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 
 
-def rescale_progress(loops: dict[str, Any], old_replicas: int, new_replicas: int) -> None:
-    """Counts the batches of a checkpoint's running epoch in batches of another number of replicas, in place.
+def rescale_progress(checkpoint: dict[str, Any], replicas: int) -> None:
+    """Counts the batches of a checkpoint's running epoch in batches of this run's replicas, in place.
 
     Args:
-        loops: What the checkpoint holds about loops.
-        old_replicas: Replicas that the checkpoint was made with.
-        new_replicas: Replicas that continue.
+        checkpoint: What the checkpoint of a fit holds besides weights and optimizer states.
+        replicas: Number of replicas that continue.
 
     Raises:
         UserError: If the samples seen are no whole number of batches of so many replicas.
     """
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    old_replicas = checkpoint.get(REPLICAS_KEY, replicas)
+    if old_replicas == replicas:
+        return
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counters in (progress["current"], progress["total"]):
         batches = counters["ready"] * old_replicas
-        if batches % new_replicas and counters is progress["current"] and not progress["is_last_batch"]:
+        if batches % replicas and counters is progress["current"] and not progress["is_last_batch"]:
             raise UserError(
                 f"The checkpoint was made after {counters['ready']} batches of each of {old_replicas} replicas, which "
-                f"{new_replicas} replicas cannot have seen evenly; continue with a number of replicas that divides {batches}, "
+                f"{replicas} replicas cannot have seen evenly; continue with a number of replicas that divides {batches}, "
                 "or from a checkpoint made at the end of an epoch."
             )
-        ready = -(-batches // new_replicas)
+        ready = -(-batches // replicas)
         counters.update({name: ready - (counters["ready"] - counters[name]) for name in _COUNTERS})
 
 
@@ -68,7 +73,7 @@ def continue_samplers(trainer: "pl.Trainer") -> list[DataLoader[Any]]:
         trainer: At the start of training.
 
     Returns:
-        The loaders, marked as resumable for Lightning until `unmark`.
+        The loaders, which look resumable to Lightning until `restore_loaders`.
     """
     loop = trainer.fit_loop
     seen = _batches_seen(loop.epoch_loop)
@@ -93,8 +98,8 @@ def continue_samplers(trainer: "pl.Trainer") -> list[DataLoader[Any]]:
     return continued
 
 
-def unmark(loaders: list[DataLoader[Any]]) -> None:
-    """Undoes the mark of `continue_samplers`, which a later checkpoint must not see."""
+def restore_loaders(loaders: list[DataLoader[Any]]) -> None:
+    """Takes back what `continue_samplers` put on loaders, which a later checkpoint must not see."""
     while loaders:
         loader = vars(loaders.pop())
         del loader["state_dict"], loader["load_state_dict"]

@@ -1,10 +1,15 @@
 """Version 2 of FSDP: torch's `fully_shard`, told what to do by the arguments of Lightning's FSDPStrategy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -16,14 +21,22 @@ from torch.distributed.fsdp import (
     OptimStateKeyType,
     ShardingStrategy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, _Policy
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_vdp.checkpoint.load import LoadRequest, load_into_root
 from lightning_vdp.errors import UserError
+from lightning_vdp.fsdp.backend import FSDPBackend, ShardRanks, Wrapping
+from lightning_vdp.fsdp.materialize import fill_from_rank_zero
 from lightning_vdp.fsdp.policy import gathered_apart
+from lightning_vdp.fsdp.shard_mesh import make_hybrid_mesh
 
-__all__ = ["check_arguments", "make_shard_mesh", "reshard", "shard", "sharded_parts"]
+__all__ = ["FSDP2Backend"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 _KNOWN = {
     "auto_wrap_policy",
@@ -45,61 +58,156 @@ _RESHARDS = {
 }
 
 
-def check_arguments(arguments: dict[str, Any]) -> None:
-    """Looks for arguments of FSDP1 that `fully_shard` has nothing for.
+class FSDP2Backend(FSDPBackend):
+    """Shards with `fully_shard`; the root is the LightningModule itself."""
 
-    Args:
-        arguments: Of :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
+    version = 2
 
-    Raises:
-        UserError: If there is one; the message names it.
-    """
-    for name, value in arguments.items():
-        if name not in _KNOWN and value is not None:
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    @override
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if name not in _KNOWN and value is not None:
+                raise UserError(
+                    f"`{name}` is an argument of FSDP1 for which `fsdp_version=2` has nothing; leave it out, or set "
+                    "`fsdp_version=1`."
+                )
+        if not arguments.get("use_orig_params", True):
             raise UserError(
-                f"`{name}` is an argument of FSDP1 for which `fsdp_version=2` has nothing; leave it out, or set "
-                "`fsdp_version=1`."
+                "`use_orig_params=False` makes flat parameters, which only FSDP1 has; leave it out, or set `fsdp_version=1`."
             )
-    if not arguments.get("use_orig_params", True):
-        raise UserError(
-            "`use_orig_params=False` makes flat parameters, which only FSDP1 has; leave it out, or set `fsdp_version=1`."
-        )
-    if arguments.get("sharding_strategy") == ShardingStrategy.NO_SHARD:
-        raise UserError(
-            "`sharding_strategy='NO_SHARD'` has no counterpart in `fsdp_version=2`; give `sharding_strategy='HYBRID_SHARD'` "
-            "with `device_mesh=(processes, 1)`, or set `fsdp_version=1`."
-        )
-    policy = arguments.get("auto_wrap_policy")
-    if policy is not None and not isinstance(policy, _Policy):
-        raise UserError(
-            f"`auto_wrap_policy` is {policy!r}, but `fsdp_version=2` takes a set of module classes or a policy object of "
-            "torch.distributed.fsdp.wrap, such as CustomPolicy; give one, or set `fsdp_version=1`."
-        )
+        if arguments.get("sharding_strategy") == ShardingStrategy.NO_SHARD:
+            raise UserError(
+                "`sharding_strategy='NO_SHARD'` has no counterpart in `fsdp_version=2`; give "
+                "`sharding_strategy='HYBRID_SHARD'` with `device_mesh=(processes, 1)`, or set `fsdp_version=1`."
+            )
+        policy = arguments.get("auto_wrap_policy")
+        if policy is not None and not isinstance(policy, _Policy):
+            raise UserError(
+                f"`auto_wrap_policy` is {policy!r}, but `fsdp_version=2` takes a set of module classes or a policy object of "
+                "torch.distributed.fsdp.wrap, such as CustomPolicy; give one, or set `fsdp_version=1`."
+            )
+
+    @override
+    def check_hybrid_shards(self, shards: int) -> None:
+        # any number will do
+        pass
+
+    @override
+    def make_default_mesh(self, ranks: ShardRanks, hybrid: bool) -> DeviceMesh | None:
+        if hybrid:
+            return make_hybrid_mesh(ranks.device_type, (ranks.world_size // ranks.node_size, ranks.node_size))
+        # over all ranks, which needs no further process group
+        return init_device_mesh(ranks.device_type, (ranks.world_size,), mesh_dim_names=("shard",))
+
+    @override
+    def model_sharded_context(self, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        # `fully_shard` needs none
+        return nullcontext()
+
+    @override
+    def find_absent_weights_problem(self) -> str | None:
+        return None
+
+    @override
+    def wrap(self, module: "pl.LightningModule", wrapping: Wrapping, fill: bool) -> nn.Module:
+        arguments = wrapping.arguments
+        # inside of what is sharded, so that recomputation meets gathered weights
+        _setup_activation_checkpointing(module, dict(wrapping.activation_checkpointing))
+        ignored_modules, ignored_parameters = _ignored(arguments)
+        offload = arguments.get("cpu_offload")
+        offloads = offload is not None and offload.offload_params
+        options: dict[str, Any] = {
+            "mesh": arguments["device_mesh"],
+            "mp_policy": _mixed_precision(arguments.get("mixed_precision")),
+            "reshard_after_forward": _RESHARDS[arguments["sharding_strategy"]],
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+            "ignored_params": ignored_parameters,
+        }
+        parts = [*_targets(module, arguments, ignored_modules), module]
+        _check_dtypes(parts, ignored_parameters)
+        filled: set[int] = set()
+        for part in parts:
+            if fill or arguments.get("sync_module_states"):
+                fill_from_rank_zero(wrapping.device, dist.get_rank(), part, filled)
+            fully_shard(part, **options)
+        root: Any = module
+        # what a batch leaves unused on one rank may be used on another
+        root.set_reduce_scatter_unused_params(True)
+        if not offloads:
+            # what is not sharded: buffers and metrics
+            module.to(wrapping.device)
+        return module
+
+    @override
+    def is_idle(self, part: nn.Module) -> bool:
+        assert isinstance(part, FSDPModule)
+        return part._get_fsdp_state()._training_state.name == "IDLE"
+
+    @override
+    def check_manual_optimization(self, root: nn.Module) -> None:
+        # `enter` makes it work
+        pass
+
+    @override
+    def enter(self, root: nn.Module) -> None:
+        module: Any = root
+        for name in _STEPS:
+            if is_overridden(name, module):
+                register_fsdp_forward_method(module, name)
+                self._undo.append(partial(vars(module).pop, name, None))
+        if not module.automatic_optimization:
+            # a backward within `training_step` frees the root's weights, which a second forward there needs
+            for child in module.children():
+                self._undo.append(child.register_forward_pre_hook(lambda *_: module.unshard()).remove)
+
+    @override
+    def reshard(self, root: nn.Module) -> None:
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                # its weights are still whole, and would not be seen to change
+                part.reshard()
+
+    @override
+    def leave(self, root: nn.Module) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.reshard(root)
+
+    @override
+    def model_state(self, root: nn.Module, full: bool) -> dict[str, Any]:
+        return get_model_state_dict(root, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+
+    @override
+    def optimizer_state(self, root: nn.Module, optimizer: Optimizer, full: bool) -> dict[str, Tensor]:
+        options = StateDictOptions(full_state_dict=full, cpu_offload=True)
+        state: dict[str, Any] = get_optimizer_state_dict(root, optimizer, options=options)
+        if full and dist.get_rank() == 0:
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, root)
+        return state
+
+    @override
+    def load(
+        self, root: nn.Module, request: LoadRequest, load_by_lightning: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        return load_into_root(root, request)
 
 
-def make_shard_mesh(device_type: str, world_size: int) -> DeviceMesh:
-    """The mesh over all ranks, which needs no further process group."""
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-
-
-def sharded_parts(root: nn.Module) -> list[nn.Module]:
-    """Modules of a tree whose weights `fully_shard` gathers on their own, the root among them."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _policy(module: nn.Module, arguments: dict[str, Any]) -> _Policy:
+def _policy(module: nn.Module, arguments: Mapping[str, Any]) -> _Policy:
     policy = arguments.get("auto_wrap_policy")
     return CustomPolicy(gathered_apart(module)) if policy is None else policy
 
 
-def _ignored(arguments: dict[str, Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
+def _ignored(arguments: Mapping[str, Any]) -> tuple[set[nn.Module], set[nn.Parameter]]:
     given = [*(arguments.get("ignored_modules") or ()), *(arguments.get("ignored_states") or ())]
     modules = {child for module in given if isinstance(module, nn.Module) for child in module.modules()}
     parameters = {value for value in given if isinstance(value, nn.Parameter)}
     return modules, parameters | {value for module in modules for value in module.parameters(recurse=False)}
 
 
-def _targets(module: nn.Module, arguments: dict[str, Any], ignored: set[nn.Module]) -> list[nn.Module]:
+def _targets(module: nn.Module, arguments: Mapping[str, Any], ignored: set[nn.Module]) -> list[nn.Module]:
     """Modules to shard on their own, inner ones first; activation checkpointing's wrappers instead of what they hold."""
     if any(isinstance(child, FSDPModule) for child in module.modules()):
         # the user sharded submodules in `configure_model`; the root takes the rest
@@ -129,72 +237,12 @@ def _check_dtypes(parts: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuses what torch would refuse in the first forward: its sentence does not say where."""
     seen = {id(parameter) for parameter in ignored}
     for part in parts:
-        own = {name: value for name, value in part.named_parameters() if id(value) not in seen}
-        seen |= {id(value) for value in own.values()}
-        trained = {value.dtype: name for name, value in own.items() if value.requires_grad}
+        new = {name: value for name, value in part.named_parameters() if id(value) not in seen}
+        seen |= {id(value) for value in new.values()}
+        trained = {value.dtype: name for name, value in new.items() if value.requires_grad}
         if len(trained) > 1:
             examples = " and ".join(f"`{name}` in {dtype}" for dtype, name in trained.items())
             raise UserError(
                 f"{type(part).__name__} trains {examples}, but weights that are gathered together and trained need one "
                 "dtype; give them one (frozen weights may have another)."
             )
-
-
-def shard(
-    module: nn.Module,
-    arguments: dict[str, Any],
-    mesh: DeviceMesh,
-    checkpointing: dict[str, Any],
-    fill: Callable[[nn.Module, set[int]], None] | None = None,
-) -> None:
-    """Shards a module in place, by default blocks and heads on their own, and then the root.
-
-    Args:
-        module: The LightningModule; submodules may be sharded already.
-        arguments: Of :class:`torch.distributed.fsdp.FullyShardedDataParallel`, as `check_arguments` takes them.
-        mesh: What to shard over; of two axes, the first replicates.
-        checkpointing: For `apply_activation_checkpointing`; empty for none.
-        fill: Gives a part its weights before it is sharded; the set, filled on the way, names modules that have them.
-    """
-    # inside of what is sharded, so that recomputation meets gathered weights
-    _setup_activation_checkpointing(module, checkpointing)
-    modules, parameters = _ignored(arguments)
-    offload = arguments.get("cpu_offload")
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": _mixed_precision(arguments.get("mixed_precision")),
-        "reshard_after_forward": _RESHARDS[arguments["sharding_strategy"]],
-        "offload_policy": CPUOffloadPolicy() if offload is not None and offload.offload_params else OffloadPolicy(),
-        "ignored_params": parameters,
-    }
-    parts = [*_targets(module, arguments, modules), module]
-    _check_dtypes(parts, parameters)
-    filled: set[int] = set()
-    for part in parts:
-        if fill is not None:
-            fill(part, filled)
-        fully_shard(part, **options)
-    root: Any = module
-    # what a batch leaves unused on one rank may be used on another
-    root.set_reduce_scatter_unused_params(True)
-
-
-def reshard(parts: Iterable[nn.Module]) -> None:
-    """Frees gathered weights that evaluation leaves behind, so that the parameters are the sharded ones."""
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def state_dict_2(root: nn.Module, full: bool) -> dict[str, Any]:
-    """The weights of a root of FSDP2 on the CPU: whole on rank 0 alone, or this rank's parts."""
-    return get_model_state_dict(root, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
-
-
-def optimizer_state_2(root: nn.Module, optimizer: Optimizer, full: bool, is_global_zero: bool) -> dict[str, Any]:
-    """The state of an optimizer of parameters under FSDP2; a whole one as a plain optimizer would save it."""
-    options = StateDictOptions(full_state_dict=full, cpu_offload=True)
-    state: dict[str, Any] = get_optimizer_state_dict(root, optimizer, options=options)
-    if full and is_global_zero:
-        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, root)
-    return state

@@ -7,10 +7,49 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["fill_from_rank_zero", "hash_of"]
+from lightning_vdp.agreement import gather_numbers
+from lightning_vdp.errors import UserError
+from lightning_vdp.families.wrappers import plain_name
+from lightning_vdp.fsdp.backend import FSDPBackend, Wrapping
+from lightning_vdp.mesh import SequenceMesh
+
+__all__ = ["fill_from_rank_zero", "some_weights_are_absent"]
 
 
-def hash_of(values: Any) -> int:
+def some_weights_are_absent(module: nn.Module, backend: FSDPBackend, wrapping: Wrapping, mesh: SequenceMesh) -> bool:
+    """Whether some ranks have weights on the meta device, which are to get rank 0's values; every rank calls it.
+
+    Args:
+        module: The LightningModule before it is wrapped.
+        backend: The version of FSDP.
+        wrapping: How the module will be wrapped; a `param_init_fn` fills weights by itself.
+        mesh: The ranks.
+
+    Raises:
+        UserError: If the weights cannot be filled: rank 0 lacks them too, or ranks have built different models.
+    """
+    absent = any(value.is_meta for value in module.parameters())
+    if wrapping.arguments.get("param_init_fn") is not None:
+        return False
+    absent_by_rank = gather_numbers(mesh, int(absent))
+    if not any(absent_by_rank):
+        return False
+    signature = [(plain_name(name), value.shape, value.dtype) for name, value in module.named_parameters()]
+    if absent_by_rank[0]:
+        problem: str | None = "rank 0 has weights on the meta device; load them there with `from_pretrained`"
+    elif len(set(gather_numbers(mesh, _hash_of(signature)))) > 1:
+        problem = (
+            "ranks have other names, shapes or dtypes of weights than rank 0; give `from_pretrained` and `from_config` the "
+            "same config and `dtype`"
+        )
+    else:
+        problem = backend.find_absent_weights_problem()
+    if problem is not None:
+        raise UserError(f"{type(module).__name__} cannot be set up: {problem}.")
+    return True
+
+
+def _hash_of(values: Any) -> int:
     """A digest of plain values that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
@@ -37,8 +76,8 @@ def fill_from_rank_zero(device: torch.device, rank: int, part: nn.Module, filled
     first: dict[int, tuple[dict[str, Any], str]] = {}
     shared = [(values, name, first.setdefault(id(values[name]), (values, name))) for values, name in places]
     for child in modules:
-        own = (*child._parameters.values(), *child._buffers.values())
-        if any(value is not None and value.is_meta for value in own):
+        values_of_child = (*child._parameters.values(), *child._buffers.values())
+        if any(value is not None and value.is_meta for value in values_of_child):
             child.to_empty(device=device, recurse=False)
     for values, name in first.values():
         sent = values[name].detach().to(device).contiguous()
