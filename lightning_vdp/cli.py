@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_vdp
-from lightning_vdp.checkpoint.export import export as export_checkpoint
+from lightning_vdp.checkpoint.export import export
 from lightning_vdp.errors import UserError
 
 PROGRAM = "lightning-vdp"
@@ -86,9 +86,9 @@ class _Parser(argparse.ArgumentParser):
         raise CommandError(message, f"{self.prog} --help lists every option", status=2)
 
 
-def export(arguments: Sequence[str]) -> None:
+def _export(arguments: Sequence[str]) -> None:
     """Write a checkpoint's model as a Hugging Face folder."""
-    parser = _Parser(f"{PROGRAM} export", description=inspect.getdoc(export))
+    parser = _Parser(f"{PROGRAM} export", description=inspect.getdoc(_export))
     parser.add_argument("checkpoint", help="a checkpoint: a file, or the folder of a sharded one")
     parser.add_argument("folder", help="where to write what from_pretrained reads")
     parser.add_argument("--name", help="which model, where the LightningModule holds several")
@@ -97,7 +97,7 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", help="of the weights, such as bfloat16; default: as in the checkpoint")
     parser.add_argument("--merge", action="store_true", help="merge adapters into the weights")
     options = parser.parse_args(arguments)
-    processor = export_checkpoint(**vars(options))
+    processor = export(**vars(options))
     rest = "without a processor: give --processor" if processor is None else f"with the processor of {processor}"
     print(f"wrote {options.folder} {rest}")
 
@@ -108,7 +108,7 @@ SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "test": test,
     "predict": predict,
     "check": check,
-    "export": export,
+    "export": _export,
 }
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers import LlavaConfig, PreTrainedModel
 
 from lightning_vdp import cli
-from lightning_vdp.check.build import MODEL_TYPES, tiny_config, tiny_model
+from lightning_vdp.check.build import MODEL_TYPES, build_model, tiny_config
 from lightning_vdp.check.inputs import vision_base
 from lightning_vdp.check.model import TOLERANCE, _failure
 from lightning_vdp.check.pages import models_page
@@ -52,7 +52,7 @@ def rows_of(*names: str, sizes: tuple[int, ...] = (2,), **arguments: Any) -> dic
 
 
 def tiny_llava() -> PreTrainedModel:
-    return tiny_model(tiny_config(LlavaConfig()))
+    return build_model(tiny_config(LlavaConfig()))
 
 
 def test_families_are_exact_and_divided() -> None:

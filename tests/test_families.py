@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from lightning_vdp import UlyssesVisionDPPrecision, UlyssesVisionDPStrategy
-from lightning_vdp.check.build import tiny_config, tiny_model
+from lightning_vdp.check.build import build_model, tiny_config
 from lightning_vdp.check.inputs import make_batch
 from lightning_vdp.families.facts import FAMILIES, Facts, facts_of
 from lightning_vdp.families.family import Modality
@@ -33,7 +33,7 @@ Batch = dict[str, Any]
 
 
 def make_module(family: str, checkpointing: bool = False) -> ParityModule:
-    model = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
+    model = build_model(tiny_config(CONFIG_MAPPING[family]()))
     if checkpointing:
         model.gradient_checkpointing_enable()
     return ParityModule(model.train())
@@ -212,7 +212,7 @@ def test_batch_normalization_over_images_is_refused_alike() -> None:
 @pytest.mark.parametrize("family", ["mllama", "florence2", "inkling2", "molmo2"])
 def test_types_that_need_a_judgement_are_refused_by_name(family: str) -> None:
     model = torch.nn.Module()
-    model.inner = tiny_model(tiny_config(CONFIG_MAPPING[family]()))
+    model.inner = build_model(tiny_config(CONFIG_MAPPING[family]()))
     with pytest.raises(ValueError, match=f"model_type '{family}'\\) cannot be divided: ") as caught:
         find_models(model)
     assert FAMILIES[family].refused in str(caught.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lightning_vdp.check.build import MODEL_TYPES, tiny_config, tiny_model
+from lightning_vdp.check.build import MODEL_TYPES, build_model, tiny_config
 from lightning_vdp.check.inputs import make_batch, vision_base
 from lightning_vdp.check.shrink import TEXT_HIDDEN, VOCABULARY, shrink
 from lightning_vdp.testing import PromoteFloat32
@@ -63,7 +63,7 @@ def small(model_type: str) -> Any:
 
 
 def loss(config: Any) -> float:
-    model = tiny_model(config)
+    model = build_model(config)
     torch.set_default_dtype(torch.float64)
     try:
         with PromoteFloat32(), torch.no_grad():
@@ -147,7 +147,7 @@ def test_no_chance_stays() -> None:
 
 
 def test_batches_show_what_division_must_get_right() -> None:
-    model = tiny_model(small("qwen3_vl"))
+    model = build_model(small("qwen3_vl"))
     with PromoteFloat32():
         one, two = make_batch(model), make_batch(model, rows=2)
     length = one["input_ids"].shape[1]
@@ -169,7 +169,7 @@ def test_nearly_all_types_run_in_one_process() -> None:
 
 
 def test_the_innermost_method_is_found() -> None:
-    model = tiny_model(small("llava"))
+    model = build_model(small("llava"))
     assert vision_base(model) is model.model
     assert vision_base(torch.nn.Linear(1, 1)) is None
 

@@ -11,7 +11,7 @@ from lightning_vdp.check.shrink import shrink
 from lightning_vdp.families.facts import facts_of
 from lightning_vdp.testing.models import add_noise
 
-__all__ = ["MODEL_TYPES", "tiny_config", "tiny_model"]
+__all__ = ["MODEL_TYPES", "build_model", "tiny_config"]
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 """Every model type that the installed transformers maps to image-text-to-text."""
@@ -33,7 +33,7 @@ def _set_implementation(config: PreTrainedConfig, attention: str) -> None:
             part._experts_implementation = "eager"
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Builds the model of a config with random parameters in float64.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from lightning_vdp.check.build import tiny_config, tiny_model
+from lightning_vdp.check.build import build_model, tiny_config
 from lightning_vdp.errors import UserError
 
 __all__ = ["Target", "find_target"]
@@ -31,7 +31,7 @@ class Target:
 
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
-    return tiny_model(tiny_config(config))
+    return build_model(tiny_config(config))
 
 
 def _of_type(model_type: str) -> PreTrainedModel:
