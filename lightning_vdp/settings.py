@@ -37,7 +37,7 @@ class Settings:
     check_batches_every_n_steps: int = 50
     hang_warning_s: float | None = 120.0
     shard_frozen_tower: bool = True
-    fsdp_version: Literal[1, 2] = 1
+    fsdp_version: Literal[1, 2] = 2
     save_frozen_weights: bool = True
 
     def __post_init__(self) -> None:

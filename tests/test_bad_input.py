@@ -82,7 +82,7 @@ SETUPS: dict[str, tuple[Callable[[], nn.Module], Batch, str]] = {
     "a loss function of its own": (_own_loss, {"sequence_parallel_size": 2}, "has a loss function of its own"),
     "hybrid sharding over one rank": (
         _qwen,
-        {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
+        {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1), "fsdp_version": 1},
         "Hybrid sharding over a shard size of 1",
     ),
     "a policy that wraps the model as a whole": (

@@ -127,7 +127,7 @@ def _mixed_dtypes() -> ParityModule:
 
 
 REFUSED: dict[str, tuple[Callable[[], ParityModule], dict[str, Any], Callable[[], list[Any]]]] = {
-    "Manual optimization .* set `fsdp_version=2`": (partial(_with, _Manual), {}, list),
+    "Manual optimization .* set `fsdp_version=2`": (partial(_with, _Manual), {"fsdp_version": 1}, list),
     "WeightAveraging averages whole weights": (partial(make_module, FAMILY), {}, lambda: [WeightAveraging()]),
     "EMAWeightAveraging averages whole weights": (
         partial(make_module, FAMILY),
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], ParityModule], dict[str, Any], Callable[[]
         {"cpu_offload": True},
         list,
     ),
-    "several dtypes in one block .* set `fsdp_version=2`": (_mixed_dtypes, {}, list),
+    "several dtypes in one block .* set `fsdp_version=2`": (_mixed_dtypes, {"fsdp_version": 1}, list),
     "VisionBlock trains .* in torch.bfloat16 and .* in torch.float32, .* need one dtype": (
         _mixed_dtypes,
         {"fsdp_version": 2},
@@ -276,7 +276,7 @@ def test_float32_adapters_on_a_bfloat16_model() -> None:
 
 
 def _mixed_adapters() -> str:
-    return _refusal(partial(_adapted, "both", torch.bfloat16), {}, [])
+    return _refusal(partial(_adapted, "both", torch.bfloat16), {"fsdp_version": 1}, [])
 
 
 def test_float32_adapters_on_a_bfloat16_model_name_the_second_version() -> None:

@@ -293,7 +293,7 @@ def measure_parity(
     world_size: int = 2,
     sequence_parallel_size: int = 2,
     accumulate_grad_batches: int = 1,
-    fsdp_version: int = 1,
+    fsdp_version: int = 2,
     strategy_arguments: dict[str, Any] | None = None,
     trainer_arguments: dict[str, Any] | None = None,
     timeout: float = 120.0,

@@ -1,4 +1,4 @@
-"""The second version of FSDP: the rows of the exactness harness, and what it takes and refuses."""
+"""Both versions of FSDP: rows of the exactness harness under the first, and what each takes and refuses."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from lightning_vdp.testing import Batches, ParityModule, assert_parity, quiet_tr
 FAMILY = "qwen2_5_vl"
 
 
-assert_parity_2 = partial(assert_parity, fsdp_version=2)
+# the default is the second version, in which the rows of the other test modules run
+assert_parity_1 = partial(assert_parity, fsdp_version=1)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +31,13 @@ assert_parity_2 = partial(assert_parity, fsdp_version=2)
     [("qwen3_vl_moe", 2), *slow(("qwen2_vl", 4), ("qwen3_vl", 2), ("llava", 2), ("internvl", 2))],
 )
 def test_family(family: str, size: int) -> None:
-    assert_parity_2(partial(make_module, family), batches(family), world_size=size, sequence_parallel_size=size)
+    assert_parity_1(partial(make_module, family), batches(family), world_size=size, sequence_parallel_size=size)
 
 
 @pytest.mark.parametrize("row", ["images and a video", *slow("one image for four ranks", "left padding", "text only")])
 def test_batch(row: str) -> None:
     family, size, batch = ROWS[row]
-    assert_parity_2(
+    assert_parity_1(
         partial(make_module, family), batches(family, **batch), world_size=size, sequence_parallel_size=size
     )
 
@@ -45,7 +46,7 @@ def test_batch(row: str) -> None:
 def test_model(row: str) -> None:
     family, size, model = MODELS[row]
     padded = batches(family, rows=[[(1, 4, 4)], [(1, 6, 8), (1, 4, 8)]])
-    assert_parity_2(partial(make_module, family, **model), padded, world_size=size, sequence_parallel_size=size)
+    assert_parity_1(partial(make_module, family, **model), padded, world_size=size, sequence_parallel_size=size)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +59,18 @@ def test_model(row: str) -> None:
 )
 def test_replicas_with_other_modalities(mix: str, family: str, checkpointing: bool) -> None:
     alternating = [tiny_batch(family, seed=seed, **MIXES[mix][seed % 2]) for seed in range(2 * STEPS)]
-    assert_parity_2(
+    assert_parity_1(
         partial(make_module, family, checkpointing=checkpointing), alternating, world_size=4, sequence_parallel_size=2
     )
 
 
 @pytest.mark.parametrize("part", ["visual.blocks", *slow("model.visual", "language_model", "embed_tokens")])
 def test_frozen_part_with_a_rank_without_image(part: str) -> None:
-    assert_parity_2(partial(_frozen, part), batches("qwen3_vl", rows=[[(1, 6, 8)]]))
+    assert_parity_1(partial(_frozen, part), batches("qwen3_vl", rows=[[(1, 6, 8)]]))
 
 
 def test_frozen_tower_kept_whole() -> None:
-    assert_parity_2(
+    assert_parity_1(
         partial(_frozen, "model.visual"), batches("qwen3_vl"), strategy_arguments={"shard_frozen_tower": False}
     )
 
@@ -96,7 +97,7 @@ def _unused() -> ParityModule:
 def test_a_parameter_that_one_replica_uses() -> None:
     rows: list[Any] = [[[(1, 4, 4)], [(1, 6, 8)]], [[(1, 4, 4)]]]
     mixed = [tiny_batch(FAMILY, seed=seed, rows=rows[seed % 2]) for seed in range(2 * STEPS)]
-    assert_parity_2(_unused, mixed, world_size=4, sequence_parallel_size=2)
+    assert_parity(_unused, mixed, world_size=4, sequence_parallel_size=2)
 
 
 def test_two_forwards_before_one_backward_checkpointed() -> None:
@@ -104,7 +105,7 @@ def test_two_forwards_before_one_backward_checkpointed() -> None:
         {"chosen": tiny_batch(FAMILY, seed=seed), "rejected": tiny_batch(FAMILY, seed=seed + 9, rows=[[]], text=3)}
         for seed in range(STEPS)
     ]
-    assert_parity_2(partial(_two_forwards, FAMILY), pairs)
+    assert_parity_1(partial(_two_forwards, FAMILY), pairs)
 
 
 def _blocks() -> set[type]:
@@ -126,12 +127,12 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", [*list(ARGUMENTS)[:1], *slow(*list(ARGUMENTS)[1:])])
 def test_strategy_argument(name: str) -> None:
-    assert_parity_2(partial(make_module, FAMILY), batches(FAMILY), strategy_arguments=ARGUMENTS[name]())
+    assert_parity_1(partial(make_module, FAMILY), batches(FAMILY), strategy_arguments=ARGUMENTS[name]())
 
 
 @pytest.mark.parametrize(("sizes", "accumulate"), [((4, 1), 2), *slow(((2, 2), 1))])
 def test_hybrid_sharding(sizes: tuple[int, int], accumulate: int) -> None:
-    assert_parity_2(
+    assert_parity(
         partial(make_module, FAMILY),
         batches(FAMILY, 4 * accumulate),
         world_size=4,
@@ -143,7 +144,7 @@ def test_hybrid_sharding(sizes: tuple[int, int], accumulate: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradient_clipping(algorithm: str) -> None:
-    assert_parity_2(
+    assert_parity_1(
         partial(make_module, "qwen3_vl"),
         batches("qwen3_vl"),
         trainer_arguments={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm},
@@ -197,7 +198,7 @@ def test_arguments_of_the_first_version_are_refused(message: str) -> None:
 def _after_another_version() -> None:
     module = ParityModule(tiny_model(FAMILY))
     loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
-    quiet_trainer(devices=2, strategy=UlyssesVisionDPStrategy(2)).fit(module, loader)
+    quiet_trainer(devices=2, strategy=UlyssesVisionDPStrategy(2, fsdp_version=1)).fit(module, loader)
     with pytest.raises(ValueError, match=r"other values of .*`fsdp_version`"):
         quiet_trainer(devices=2, strategy=UlyssesVisionDPStrategy(2, fsdp_version=2)).fit(module, loader)
 
@@ -221,7 +222,7 @@ def test_evaluation_leaves_sharded_parameters_and_no_method_behind() -> None:
 
 
 def _hybrid_over_one_shard() -> None:
-    strategy = UlyssesVisionDPStrategy(2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1))
+    strategy = UlyssesVisionDPStrategy(2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1), fsdp_version=1)
     with pytest.raises(ValueError, match=r"shard size of 1 .* FSDP1; .* `fsdp_version=2`"):
         quiet_trainer(devices=2, strategy=strategy).fit(ParityModule(tiny_model(FAMILY)), Batches([]))
 
