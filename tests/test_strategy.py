@@ -100,14 +100,14 @@ class _Describing(ParityModule):
             "ranks": (chosen.data_parallel_rank, chosen.sequence_parallel_rank),
             "mesh": (self.device_mesh.mesh_dim_names, self.device_mesh.mesh.tolist()),
             "group": dist.get_process_group_ranks(chosen.data_parallel_group),
-            "fsdp_mesh": chosen.fsdp_mesh,
+            "fsdp_mesh": chosen.fsdp_mesh and (chosen.fsdp_mesh.mesh_dim_names, chosen.fsdp_mesh.mesh.tolist()),
         }
 
 
-def _describe(name: Any) -> dict[str, Any]:
+def _describe(name: Any, devices: int = 4) -> dict[str, Any]:
     module = _Describing(tiny_model(FAMILY))
     loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
-    quiet_trainer(devices=4, strategy=name).fit(module, train_dataloaders=loader)
+    quiet_trainer(devices=devices, strategy=name).fit(module, train_dataloaders=loader)
     return module.facts
 
 
@@ -119,7 +119,11 @@ def test_mesh_and_sampler_follow_replicas() -> None:
         assert fact["ranks"] == (rank // 2, rank % 2)
         assert fact["mesh"] == (("data_parallel", "sequence_parallel"), [[0, 1], [2, 3]])
         assert fact["group"] == [rank % 2, rank % 2 + 2]
-        assert fact["fsdp_mesh"] is None
+        assert fact["fsdp_mesh"] == (("shard",), [0, 1, 2, 3])
+
+
+def test_the_first_version_of_fsdp_shards_over_the_world_without_a_mesh() -> None:
+    assert [fact["fsdp_mesh"] for fact in run_ranks(_describe, 2, strategy(2, fsdp_version=1), 2)] == [None] * 2
 
 
 def test_automatic_size_is_the_devices_of_the_node() -> None:
@@ -134,17 +138,23 @@ class _Looking(ParityModule):
         self.during = traces(self)
 
 
-def _fit_and_look(size: int) -> tuple[list[str], list[str], list[str]]:
+def _fit_and_look(size: int, version: int = 2) -> tuple[list[str], list[str], list[str]]:
     module = _Looking(tiny_model(FAMILY))
     before = traces(module)
     loader = Batches([tiny_batch(FAMILY, dtype=torch.float32)])
-    quiet_trainer(devices=2, strategy=strategy(size)).fit(module, train_dataloaders=loader)
+    quiet_trainer(devices=2, strategy=strategy(size, fsdp_version=version)).fit(module, train_dataloaders=loader)
     return before, module.during, traces(module)
 
 
-def test_no_hook_or_patch_with_one_rank_to_a_group() -> None:
-    for before, during, after in run_ranks(_fit_and_look, 2, 1):
-        assert before == during == after == []
+@pytest.mark.parametrize(
+    ("version", "steps"),
+    # the root of `fully_shard` gathers its weights in the steps that the module defines
+    [(1, []), (2, [".training_step", ".validation_step"])],
+)
+def test_no_hook_or_patch_with_one_rank_to_a_group(version: int, steps: list[str]) -> None:
+    for before, during, after in run_ranks(_fit_and_look, 2, 1, version):
+        assert before == after == []
+        assert during == steps
 
 
 def test_teardown_takes_out_every_hook_and_patch() -> None:

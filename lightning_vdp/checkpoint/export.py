@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from lightning_vdp.checkpoint.load import newest
 from lightning_vdp.errors import UserError
-from lightning_vdp.families.wrappers import plain_name
+from lightning_vdp.families.wrappers import class_name, plain_name
 
 __all__ = ["MODELS_KEY", "describe_models", "export"]
 
@@ -38,7 +38,7 @@ def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
         if not isinstance(model, PreTrainedModel) or any(name.startswith(f"{outer}.") for outer in described):
             continue
         described[name] = {
-            "class": type(model).__name__.removeprefix("FSDP"),
+            "class": class_name(model),
             "config": model.config.to_json_string(use_diff=False),
             "source": model.config.name_or_path,
         }

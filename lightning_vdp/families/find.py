@@ -22,7 +22,7 @@ from lightning_vdp.families.conventions import (
 )
 from lightning_vdp.families.facts import Facts, facts_of
 from lightning_vdp.families.family import LANGUAGE_MODEL, Family, Modality
-from lightning_vdp.families.wrappers import plain_name, unwrap
+from lightning_vdp.families.wrappers import class_name, plain_name, unwrap
 
 __all__ = ["DividedModel", "family_of", "find_models", "query_heads", "smallest_unit", "tower_of", "untied_heads"]
 
@@ -120,9 +120,9 @@ def find_models(module: nn.Module) -> list[DividedModel]:
         if id(head) not in within
     ]
     if not models:
-        found = sorted({f"{type(model).__name__} (model_type {model.config.model_type!r})" for _, model in pretrained})
+        found = sorted({f"{class_name(model)} (model_type {model.config.model_type!r})" for _, model in pretrained})
         raise UserError(
-            f"No supported model in {type(module).__name__}: looked in all its submodules for a Hugging Face model with "
+            f"No supported model in {class_name(module)}: looked in all its submodules for a Hugging Face model with "
             f"`get_image_features` and a decoder, and for causal language models; found "
             f"{', '.join(found) if found else 'no Hugging Face model at all'}. Make the model an attribute of the "
             "LightningModule in `__init__` or `configure_model`, or train other models with strategy='fsdp'."
@@ -135,7 +135,7 @@ def _refuse(pretrained: list[tuple[str, PreTrainedModel]]) -> None:
         reason = facts_of(model.config).refused
         if reason is not None:
             raise UserError(
-                f"{type(model).__name__} at '{name}' (model_type {model.config.model_type!r}) cannot be divided: {reason}; "
+                f"{class_name(model)} at '{name}' (model_type {model.config.model_type!r}) cannot be divided: {reason}; "
                 "set `sequence_parallel_size=1`, or train it with strategy='fsdp'."
             )
 
@@ -171,8 +171,8 @@ def _decoder_of(name: str, base: PreTrainedModel) -> PreTrainedModel:
         if _is_decoder(part):
             return part
     raise UserError(
-        f"{type(base).__name__} at '{name}' has no decoder: expected a language model with `layers`, found "
-        f"{type(decoder).__name__}. Build the whole model before the strategy sets it up."
+        f"{class_name(base)} at '{name}' has no decoder: expected a language model with `layers`, found "
+        f"{class_name(decoder)}. Build the whole model before the strategy sets it up."
     )
 
 

@@ -1,9 +1,10 @@
 """Modules and names inside the wrappers of FSDP and activation checkpointing."""
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["is_block", "plain_name", "unwrap"]
+__all__ = ["class_name", "is_block", "plain_name", "unwrap"]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -13,6 +14,12 @@ def unwrap(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class as its author wrote it: `fully_shard` makes classes of its own."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def plain_name(name: str) -> str:

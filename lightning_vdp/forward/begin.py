@@ -21,6 +21,7 @@ from lightning_vdp.call.units import UnitPlan
 from lightning_vdp.families.facts import Facts
 from lightning_vdp.families.family import Family, Modality
 from lightning_vdp.families.find import tower_of
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.forward.first_batch import FirstBatch, verify_first_batch
 from lightning_vdp.vision.cost import TowerCost
 from lightning_vdp.vision.plan import (
@@ -85,7 +86,7 @@ def _find_training_problem(entry: Entry, module: PreTrainedModel) -> str | None:
     """Looks for modules in a state in which ranks would train different models."""
     if any(norm.training for norm in entry.batch_norms):
         return (
-            f"{type(module).__name__} normalizes over all images of a batch, which ranks that encode some of them cannot; put "
+            f"{class_name(module)} normalizes over all images of a batch, which ranks that encode some of them cannot; put "
             "its batch normalization into evaluation mode, or set `vision_data_parallel=False`"
         )
     if entry.context.lockstep or not torch.is_grad_enabled():

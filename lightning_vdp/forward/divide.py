@@ -14,6 +14,7 @@ from lightning_vdp.call.call import CALL, CallContext, ForwardCall, with_call
 from lightning_vdp.errors import UnsupportedError, UserError
 from lightning_vdp.families.conventions import PER_POSITION
 from lightning_vdp.families.find import DividedModel
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.forward.begin import Entry, begin_call, start_generation
 from lightning_vdp.forward.first_batch import FirstBatch
 from lightning_vdp.forward.generation import encoded_in_lockstep, undivided_inputs
@@ -78,25 +79,25 @@ def _check_divisible(model: DividedModel, ranks: int) -> None:
     heads = model.query_heads
     if heads < ranks:
         raise UserError(
-            f"`sequence_parallel_size` is {ranks}, but {type(model.base).__name__} at '{model.name}' has {heads} attention "
+            f"`sequence_parallel_size` is {ranks}, but {class_name(model.base)} at '{model.name}' has {heads} attention "
             f"heads, of which each rank needs one; sizes that work are 1 to {heads}."
         )
     takes = "pixel_values" in inspect.signature(type(model.base).forward).parameters
     if takes and not any(modality.pixels == "pixel_values" for modality in model.family.modalities):
         raise UnsupportedError(
-            f"{type(model.base).__name__} of transformers {transformers_version} has no `get_image_features`, where "
+            f"{class_name(model.base)} of transformers {transformers_version} has no `get_image_features`, where "
             "lightning_vdp enters; install a version of transformers that this version of lightning_vdp names."
         )
     if any(_is_reentrant(module) for module in model.base.modules()):
         raise UserError(
-            f"{type(model.base).__name__} at '{model.name}' checkpoints activations with `use_reentrant=True`, which FSDP "
+            f"{class_name(model.base)} at '{model.name}' checkpoints activations with `use_reentrant=True`, which FSDP "
             "cannot follow when ranks encode other images; enable it with "
             'gradient_checkpointing_kwargs={"use_reentrant": False}.'
         )
     other = next((part for part in model.loss_models if not model_uses_causal_loss(part)), None)
     if other is not None:
         raise UserError(
-            f"{type(other).__name__} has a loss function of its own, which shards of logits would bend; remove it and "
+            f"{class_name(other)} has a loss function of its own, which shards of logits would bend; remove it and "
             "compute the loss in `training_step`, or set `sequence_parallel_size=1`."
         )
 

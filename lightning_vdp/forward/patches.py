@@ -9,6 +9,7 @@ from torch import nn
 from transformers import __version__ as transformers_version
 
 from lightning_vdp.errors import UnsupportedError
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.sequence.ulysses import attention_dispatcher
 
 __all__ = ["Patches"]
@@ -49,12 +50,12 @@ class Patches:
         attribute = attribute or name
         if not hasattr(type(instance), name):
             raise UnsupportedError(
-                f"{type(instance).__name__} of transformers {transformers_version} has no `{name}`, where lightning_vdp "
+                f"{class_name(instance)} of transformers {transformers_version} has no `{name}`, where lightning_vdp "
                 "enters; install a version of transformers that this version of lightning_vdp names."
             )
         if attribute in vars(instance):
             raise UnsupportedError(
-                f"`{name}` of this {type(instance).__name__} was replaced by somebody else, so that it cannot be divided; "
+                f"`{name}` of this {class_name(instance)} was replaced by somebody else, so that it cannot be divided; "
                 "undo that, or set `sequence_parallel_size=1`."
             )
 
@@ -69,7 +70,7 @@ class Patches:
         self._undo.append(functools.partial(vars(instance).pop, attribute))
         if getattr(getattr(instance, name), "__func__", None) is not standing_in:
             raise UnsupportedError(
-                f"`{name}` of {type(instance).__name__} in transformers {transformers_version} no longer looks at "
+                f"`{name}` of {class_name(instance)} in transformers {transformers_version} no longer looks at "
                 f"`{attribute}`, where lightning_vdp enters; install a version of transformers that this version of "
                 "lightning_vdp names."
             )

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_vdp.agreement import gather_numbers
 from lightning_vdp.errors import UserError
-from lightning_vdp.families.wrappers import plain_name
+from lightning_vdp.families.wrappers import class_name, plain_name
 from lightning_vdp.fsdp.backend import FSDPBackend, Wrapping
 from lightning_vdp.mesh import SequenceMesh
 
@@ -45,7 +45,7 @@ def some_weights_are_absent(module: nn.Module, backend: FSDPBackend, wrapping: W
     else:
         problem = backend.find_absent_weights_problem()
     if problem is not None:
-        raise UserError(f"{type(module).__name__} cannot be set up: {problem}.")
+        raise UserError(f"{class_name(module)} cannot be set up: {problem}.")
     return True
 
 

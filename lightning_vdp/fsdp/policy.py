@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_vdp.errors import UserError
 from lightning_vdp.families.find import DividedModel, untied_heads
-from lightning_vdp.families.wrappers import is_block, unwrap
+from lightning_vdp.families.wrappers import class_name, is_block, unwrap
 
 __all__ = ["check_wrapped", "fsdp_parts", "gathered_apart", "wraps_more_than_default"]
 
@@ -54,18 +54,18 @@ def check_wrapped(root: nn.Module, models: Iterable[DividedModel], whole_towers:
     for model in models:
         if any(unwrap(part) is model.entries[0] for part in parts):
             raise UserError(
-                f"`auto_wrap_policy` wraps {type(model.entries[0]).__name__} as a whole, which would lose "
+                f"`auto_wrap_policy` wraps {class_name(model.entries[0])} as a whole, which would lose "
                 "`outputs.sequence_shard`; wrap its blocks, as without a policy."
             )
         if model.decoder is model.base and model.family.modalities and wraps_more_than_default(root):
             raise UserError(
-                f"{type(model.base).__name__} merges features inside its decoder, where replicas without images would "
+                f"{class_name(model.base)} merges features inside its decoder, where replicas without images would "
                 "gather the weights of other modules than blocks and heads in another order; use no `auto_wrap_policy`."
             )
         lost = _first_wrapped_between(root, parts, model)
         if lost is not None and model.tower in whole_towers:
             raise UserError(
-                f"`auto_wrap_policy` wraps {type(lost).__name__} beside a tower that `shard_frozen_tower=False` keeps "
+                f"`auto_wrap_policy` wraps {class_name(lost)} beside a tower that `shard_frozen_tower=False` keeps "
                 "whole, so that replicas without images would not gather its weights; leave it out of the policy."
             )
 

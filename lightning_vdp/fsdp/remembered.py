@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_vdp.errors import UserError
-from lightning_vdp.families.wrappers import unwrap
+from lightning_vdp.families.wrappers import class_name, unwrap
 from lightning_vdp.fsdp.backend import FSDPBackend, Wrapping
 from lightning_vdp.fsdp.policy import fsdp_parts
 
@@ -45,7 +45,7 @@ def known_root(module: nn.Module, backend: FSDPBackend, wrapping: Wrapping) -> n
         UserError: If the earlier run wrapped it in another way, which FSDP cannot change afterwards, or stopped
             in the middle of a forward, or if parts of it belong to another LightningModule.
     """
-    name = type(module).__name__
+    name = class_name(module)
     known: _WrappedRoot | None = vars(module).get(_ROOT)
     if known is None:
         if any(_PART in vars(child) for child in module.modules()):

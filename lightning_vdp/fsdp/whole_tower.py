@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_vdp.errors import UserError
 from lightning_vdp.families.find import DividedModel
+from lightning_vdp.families.wrappers import class_name
 
 __all__ = ["keep_towers_whole"]
 
@@ -35,7 +36,7 @@ def keep_towers_whole(
         trainable = next((name for name, value in model.tower.named_parameters() if value.requires_grad), None)
         if trainable is not None:
             raise UserError(
-                f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {type(model.tower).__name__} at "
+                f"`shard_frozen_tower=False` needs a frozen vision tower, but `{trainable}` of {class_name(model.tower)} at "
                 f"'{model.name}' is trainable; freeze it or leave the argument out."
             )
         if arguments.get("sync_module_states"):

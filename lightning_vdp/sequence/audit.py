@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from lightning_vdp.call.call import ForwardCall
+from lightning_vdp.families.wrappers import class_name
 
 __all__ = ["Audit"]
 
@@ -45,5 +46,5 @@ class Audit:
         for index, counts in times.items():
             wrong = [count for count in counts or [0] if count != expected]
             if wrong:
-                problems.append(f"layer {index} ({type(self._layers[index]).__name__}): {wrong[0]} times")
+                problems.append(f"layer {index} ({class_name(self._layers[index])}): {wrong[0]} times")
         return problems

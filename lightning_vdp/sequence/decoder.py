@@ -11,6 +11,7 @@ from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.collectives import attach
 from lightning_vdp.errors import UnsupportedError
 from lightning_vdp.families.conventions import PER_POSITION
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.sequence.audit import Audit
 from lightning_vdp.shards import gather_sequence, shard_sequence
 from lightning_vdp.vision.tower import run_absent_towers
@@ -99,7 +100,7 @@ def check_decoder_outputs(
     problems = audit.unmixed(call)
     if problems:
         raise UnsupportedError(
-            f"{type(decoder).__name__} cannot be divided over the sequence: each layer's attention must pass once through "
+            f"{class_name(decoder)} cannot be divided over the sequence: each layer's attention must pass once through "
             f"the attention registry of transformers; it did not in {', '.join(problems)}. Set "
             "`sequence_parallel_size=1` for this model."
         )

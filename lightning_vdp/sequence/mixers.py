@@ -20,6 +20,7 @@ from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.errors import UnsupportedError
 from lightning_vdp.families.conventions import CHANNEL_CONVOLUTIONS, GATED_DELTA_RULES, STATE_SPACE_SCANS
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.shards import gather_sequence, shard_sequence
 
@@ -129,7 +130,7 @@ def _run_divided(parameters: Parameters, names: tuple[str, ...], self: nn.Module
     output = forward(self, **arguments)
     if used != set(names):
         raise UnsupportedError(
-            f"{type(self).__name__} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
+            f"{class_name(self)} of transformers {transformers_version} did not call {', '.join(set(names) - used)}, "
             "where lightning_vdp divides it; set `sequence_parallel_size=1` for this model."
         )
     call.mixed[self] += 1

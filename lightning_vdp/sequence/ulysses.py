@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.errors import UnsupportedError
+from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.sequence.heads import head_splits, pick_heads, to_heads, to_sequence
 
 __all__ = ["attention_dispatcher", "ulysses_attention"]
@@ -64,7 +65,7 @@ def ulysses_attention(
     lengths = (query.size(2), key.size(2), value.size(2))
     if lengths != (shard.size,) * 3:
         raise UnsupportedError(
-            f"{type(module).__name__} attends over {sorted(set(lengths))} positions, but this rank's shard has {shard.size}: "
+            f"{class_name(module)} attends over {sorted(set(lengths))} positions, but this rank's shard has {shard.size}: "
             "this attention cannot be divided over the sequence."
         )
     call.mixed[module] += 1

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_vdp.fsdp.gradients import local
+
 __all__ = ["ByteCounter", "SavedBytes"]
 
 
@@ -69,7 +71,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _parameters(self) -> set[int]:
         """Where parameters are now: FSDP gathers them into tensors of its own."""
-        found = {parameter.untyped_storage().data_ptr() for parameter in self._module.parameters()}
+        found = {local(parameter).untyped_storage().data_ptr() for parameter in self._module.parameters()}
         for wrapper in FullyShardedDataParallel.fsdp_modules(self._module):
             gathered = getattr(getattr(wrapper, "_flat_param", None), "_full_param_padded", None)
             if gathered is not None:
