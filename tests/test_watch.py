@@ -309,8 +309,8 @@ def _threads() -> tuple[list[str], list[str]]:
 
 def test_teardown_ends_the_watch() -> None:
     for during, after in run_ranks(_threads, 2):
-        assert "lightning_vdp.run.watch" in during
-        assert "lightning_vdp.run.watch" not in after
+        assert "lightning_vdp watch" in during
+        assert "lightning_vdp watch" not in after
 
 
 def _cost(watched: bool) -> float:
