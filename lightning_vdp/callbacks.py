@@ -21,7 +21,7 @@ class VisionLoadMonitor(Callback):
 
     Logged are, for each rank R, ``vision/units_R``, ``vision/patches_R``, ``vision/bytes_received_R`` and
     ``vision/tower_seconds_R``, and once ``vision/load``: the largest predicted load over the mean, at worst over all
-    groups; 1 is even. Groups of one rank are plain FSDP and not watched.
+    groups; 1 is even. In groups of one rank nothing is divided, and nothing logged.
 
     Args:
         per_rank: False logs the largest value and the mean over ranks (``_max``, ``_mean``) instead of each rank's.
@@ -49,7 +49,7 @@ class VisionLoadMonitor(Callback):
                 "callback or set strategy='ulysses_vdp'."
             )
         if strategy.sequence_parallel_size == 1:
-            rank_zero_warn("VisionLoadMonitor logs nothing: sequence groups of one rank are plain FSDP.")
+            rank_zero_warn("VisionLoadMonitor logs nothing: in sequence groups of one rank no images are divided.")
         self._trainer = trainer
         if self._observe not in strategy.mesh.vision_observers:
             strategy.mesh.vision_observers.append(self._observe)

@@ -68,7 +68,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     Args:
         sequence_parallel_size: Ranks of a sequence group, S. "auto" takes the devices of one node, or the largest size
             below that which divides the attention heads; a model that only `configure_model` builds is not known by then,
-            and needs a number where its heads do not fit. 1 makes this plain FSDP.
+            and needs a number where its heads do not fit. 1 divides weights alone, as FSDP does.
         data_parallel_size: Number of replicas, D; a replica is a sequence group seen as one data-parallel worker.
             "auto": the number of processes divided by S.
         vision_data_parallel: Whether each rank runs the tower on its share of the images. False: every rank runs it on
