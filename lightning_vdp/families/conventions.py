@@ -10,6 +10,7 @@ __all__ = [
     "GATED_DELTA_RULES",
     "GRID",
     "INDEXER",
+    "MODULE_CONVOLUTIONS",
     "OUTPUT_PROJECTION",
     "PER_POSITION",
     "SOUND_ARGUMENTS",
@@ -44,6 +45,9 @@ INDEXER = "indexer"
 
 CHANNEL_CONVOLUTIONS = frozenset({"causal_conv1d_fn"})
 """Functions of modeling files that mix tokens within each channel."""
+
+MODULE_CONVOLUTIONS = frozenset({"causal_conv1d_forward"})
+"""The same, of transformers 5.25 and later: they take the weights from the convolution's module."""
 
 GATED_DELTA_RULES = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"})
 """Functions of modeling files that mix tokens within each head."""

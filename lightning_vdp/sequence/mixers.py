@@ -10,7 +10,7 @@ Shape suffixes: B rows of the batch, C channels, H heads, T positions of a shard
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,12 @@ from transformers import __version__ as transformers_version
 from lightning_vdp.call.arguments import Parameters, parameters_of
 from lightning_vdp.call.call import CALL, ForwardCall
 from lightning_vdp.errors import UnsupportedError
-from lightning_vdp.families.conventions import CHANNEL_CONVOLUTIONS, GATED_DELTA_RULES, STATE_SPACE_SCANS
+from lightning_vdp.families.conventions import (
+    CHANNEL_CONVOLUTIONS,
+    GATED_DELTA_RULES,
+    MODULE_CONVOLUTIONS,
+    STATE_SPACE_SCANS,
+)
 from lightning_vdp.families.wrappers import class_name
 from lightning_vdp.sequence.heads import head_splits, pick_heads, runs, to_heads, to_sequence
 from lightning_vdp.shards import gather_sequence, shard_sequence
@@ -42,6 +47,18 @@ def _by_channel(
     y_BCS = function(x_BCS1.squeeze(-1), weight[local], None if bias is None else bias[local], **kwargs)
     y_BTC1 = to_sequence(y_BCS.transpose(1, 2).unsqueeze(-1), tuple(map(len, channels)), call.shard)
     return y_BTC1.squeeze(-1).transpose(1, 2)
+
+
+def _by_channel_of_module(
+    function: Callable[..., Tensor], call: ForwardCall, conv1d: nn.Module, x_BCT: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The same convolution, in a function that takes the weights from a module, as those of transformers 5.25 do."""
+
+    def convolve(x_BCS: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        part = SimpleNamespace(weight=weight, bias=bias, kernel_size=conv1d.kernel_size)
+        return function(part, x_BCS, *args, **kwargs)
+
+    return _by_channel(convolve, call, x_BCT, conv1d.weight, conv1d.bias, **kwargs)
 
 
 def _by_head(
@@ -71,6 +88,7 @@ def _by_head(
 
 _DIVIDED: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(CHANNEL_CONVOLUTIONS, _by_channel),
+    **dict.fromkeys(MODULE_CONVOLUTIONS, _by_channel_of_module),
     **dict.fromkeys(GATED_DELTA_RULES, _by_head),
 }
 
