@@ -50,7 +50,7 @@ def _by_channel(
 
 
 def _by_channel_of_module(
-    function: Callable[..., Tensor], call: ForwardCall, conv1d: nn.Module, x_BCT: Tensor, *args: Any, **kwargs: Any
+    function: Callable[..., Tensor], call: ForwardCall, conv1d: nn.Conv1d, x_BCT: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """The same convolution, in a function that takes the weights from a module, as those of transformers 5.25 do."""
 
