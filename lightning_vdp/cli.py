@@ -96,6 +96,8 @@ def _export(arguments: Sequence[str]) -> None:
     parser.add_argument("--processor", help="folder or hub name; default: what the model was loaded from")
     parser.add_argument("--dtype", help="of the weights, such as bfloat16; default: as in the checkpoint")
     parser.add_argument("--merge", action="store_true", help="merge adapters into the weights")
+    trust = "open a checkpoint that holds any Python object; such a file can run code"
+    parser.add_argument("--trust-checkpoint", action="store_true", help=trust)
     options = parser.parse_args(arguments)
     processor = export(**vars(options))
     rest = "without a processor: give --processor" if processor is None else f"with the processor of {processor}"

@@ -39,6 +39,7 @@ class Settings:
     shard_frozen_tower: bool = True
     fsdp_version: Literal[1, 2] = 2
     save_frozen_weights: bool = True
+    trust_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(type(self)).items():

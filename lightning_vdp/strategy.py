@@ -29,7 +29,7 @@ from lightning_vdp.batch.same import suspect_loader
 from lightning_vdp.batch.workers import seed_workers_by_replica
 from lightning_vdp.checkpoint.load import LoadRequest, allow_missing_weights, newest
 from lightning_vdp.checkpoint.resume import continue_samplers, rescale_progress, restore_loaders
-from lightning_vdp.checkpoint.safety import check_holds_data
+from lightning_vdp.checkpoint.safety import check_holds_data_together
 from lightning_vdp.checkpoint.save import add_facts, is_left_to_lightning, without_frozen, write_checkpoint
 from lightning_vdp.errors import StepError
 from lightning_vdp.families.find import find_models
@@ -92,6 +92,8 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         fsdp_version: Version of torch's FSDP: 1, or 2 (`fully_shard`), which takes mixed dtypes in a block, as adapters have.
         save_frozen_weights: Whether checkpoints hold weights that are not trained. False saves adapters alone, and a run
             that resumes must begin with the same frozen weights.
+        trust_checkpoints: Whether checkpoints may hold any Python object, such as hyperparameters of your own classes. Such
+            a file can run code on every rank that opens it; False refuses it, with the names of the classes.
         **kwargs: Every argument of :class:`lightning.pytorch.strategies.FSDPStrategy`. Without an `auto_wrap_policy`,
             each block that gradient checkpointing knows is wrapped, those of the vision tower too, and each head that shares
             its weights with nobody.
@@ -120,6 +122,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
         shard_frozen_tower: bool = True,
         fsdp_version: Literal[1, 2] = 2,
         save_frozen_weights: bool = True,
+        trust_checkpoints: bool = False,
         **kwargs: Any,
     ) -> None:
         settings = Settings(
@@ -135,6 +138,7 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
             shard_frozen_tower=shard_frozen_tower,
             fsdp_version=fsdp_version,
             save_frozen_weights=save_frozen_weights,
+            trust_checkpoints=trust_checkpoints,
         )
         super().__init__(**kwargs)
         check_choice("state_dict_type", self._state_dict_type, ("full", "sharded"))
@@ -400,8 +404,9 @@ class UlyssesVisionDPStrategy(FSDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = newest(Path(self.broadcast(checkpoint_path)))
-        if weights_only is not False:
-            check_holds_data(path)
+        weights_only = weights_only is not False and not self._settings.trust_checkpoints
+        if weights_only:
+            check_holds_data_together(path, self.mesh)
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         may_lack_weights = not self._settings.save_frozen_weights
         load_by_lightning = partial(super().load_checkpoint, path, weights_only)

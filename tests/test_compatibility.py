@@ -1,13 +1,11 @@
 """Names that this package replaces and that newer versions of Lightning or transformers may move, and what it never does."""
 
 import ast
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
-import torch
 import transformers
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -120,29 +118,6 @@ def test_moved_name_is_an_error_at_setup_that_names_the_version(case: str) -> No
 
 
 # ---- security
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (os.environ["EVIL"],)
-
-
-def _resume(folder: str) -> None:
-    os.environ["EVIL"] = f"{folder}/evil"
-    path = f"{folder}/evil.ckpt"
-    if os.environ["RANK"] == "0":
-        torch.save({"state_dict": {}, "evil": _Evil()}, path)
-    module = ParityModule(tiny_model(FAMILY))
-    strategy = UlyssesVisionDPStrategy(sequence_parallel_size=2)
-    quiet_trainer(devices=2, strategy=strategy).fit(module, Batches([]), ckpt_path=path)
-
-
-def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed) as caught:
-        run_ranks(_resume, 2, str(tmp_path))
-    assert len(set(caught.value.failures.values())) == 1
-    assert "holds more than tensors and plain values, so that loading it would run code" in caught.value.failures[0]
-    assert not (tmp_path / "evil").exists()
 
 
 def _calls(path: Path) -> list[tuple[str, ast.Call]]:

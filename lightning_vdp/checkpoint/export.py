@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from lightning_vdp.checkpoint.load import newest
+from lightning_vdp.checkpoint.safety import check_holds_data
 from lightning_vdp.errors import UserError
 from lightning_vdp.families.wrappers import class_name, plain_name
 
@@ -62,6 +63,7 @@ def export(
     processor: str | None = None,
     dtype: str | None = None,
     merge: bool = False,
+    trust_checkpoint: bool = False,
 ) -> Path | None:
     """Writes a Hugging Face folder: config, weights as safetensors, and the processor where one is found.
 
@@ -73,14 +75,15 @@ def export(
         processor: A folder or hub name. Default: what the model was loaded from.
         dtype: Of the written weights, such as "bfloat16". Default: as in the checkpoint.
         merge: Whether adapters are merged into the weights; otherwise they alone are written.
+        trust_checkpoint: Whether the checkpoint may hold any Python object; opening such a file can run code.
 
     Returns:
         Where the processor came from; None if none was written.
 
     Raises:
-        UserError: If the checkpoint does not say what to write, or lacks weights.
+        UserError: If the checkpoint does not say what to write, or would run code, or lacks weights.
     """
-    content = _read(newest(Path(checkpoint)))
+    content = _read(newest(Path(checkpoint)), weights_only=not trust_checkpoint)
     weights: dict[str, Tensor] = content["state_dict"]
     described = content.get(MODELS_KEY) or {}
     if config is not None:
@@ -103,15 +106,17 @@ def export(
     return Path(source)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, weights_only: bool) -> dict[str, Any]:
     if not path.exists():
         raise UserError(
             f"There is no checkpoint at {path}; give the path of a file or of a sharded checkpoint's folder."
         )
+    if weights_only:
+        check_holds_data(path)
     if not _is_sharded_checkpoint(path):
-        content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         return content
-    content = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=True)
+    content = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     shards: dict[str, Any] = {}
     _load_state_dict(shards, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(keys={"model"}), no_dist=True)
     return {**content, "state_dict": shards["model"]}

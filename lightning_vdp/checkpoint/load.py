@@ -45,7 +45,7 @@ class LoadRequest:
     optimizers: Sequence[Optimizer]
     strict: bool
     may_lack_weights: bool
-    weights_only: bool | None
+    weights_only: bool
 
 
 def load_into_root(root: nn.Module, request: LoadRequest) -> dict[str, Any]:
